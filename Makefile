@@ -1,0 +1,45 @@
+# make train      train the first example
+# make test       run the tests            (make test-all: the slow ones too)
+# make lint       run the linter
+# make clean      remove the environment and the caches
+#
+# Each target makes the environment it needs in $(VENV), and makes it again only when pyproject.toml has changed. The
+# install is editable: edits of the source need no new install.
+#
+#   make test PYTHON=python3.12 VENV=.venv-3.12     another Python beside the first
+#   make test ARGS="-k lars -x"                     arguments for pytest
+#   make train ARGS="--optimizer lars --mode flat"  arguments for the example
+
+PYTHON  ?= python3
+VENV    ?= .venv
+WORKERS ?= 2
+ARGS    ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: train test test-all lint clean
+.NOTPARALLEL:
+
+train: $(VENV)/.installed-examples
+	$(BIN)/python -m examples.mnist_mlp $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
+# One stamp for each extra of pyproject.toml. The environment itself is made first if there is none that runs.
+$(VENV)/.installed-%: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fusedopt needs Python 3.11 or newer; $(PYTHON) is " + sys.version)'
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing fusedopt[$*] into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
