@@ -1,0 +1,14 @@
+"""GPU kernels for elementwise updates and segment norms of buffers, and their definition in plain JAX."""
+
+from pallas_kernels.dispatch import Backend as Backend
+from pallas_kernels.dispatch import Support as Support
+from pallas_kernels.dispatch import interpret as interpret
+from pallas_kernels.dispatch import resolve_backend as resolve_backend
+from pallas_kernels.dispatch import supported_backends as supported_backends
+from pallas_kernels.elementwise import elementwise as elementwise
+from pallas_kernels.segment_sumsq import SumSq as SumSq
+from pallas_kernels.segment_sumsq import norm as norm
+from pallas_kernels.segment_sumsq import segment_sumsq as segment_sumsq
+from pallas_kernels.segment_sumsq import spread as spread
+from pallas_kernels.tiling import BLOCK as BLOCK
+from pallas_kernels.tiling import ROW as ROW

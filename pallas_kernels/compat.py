@@ -1,0 +1,29 @@
+"""Every JAX version check of the package. Each says which version lets it go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+VERSION: tuple[int, ...] = jax.version.__version_info__
+
+# Mosaic GPU kernels take buffers as refs, which 0.10 cannot do under jit. Goes when jax >= 0.11 is required.
+HAS_MOSAIC = VERSION >= (0, 11)
+
+if HAS_MOSAIC:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+
+def out_type(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's output: as varying over the axes of a shard_map as its most varying operand.
+
+    Under `check_vma=True` pallas_call refuses outputs that do not say so.
+    """
+    mat = max((jax.typeof(x).mat for x in operands), key=lambda mat: len(mat.varying))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=mat)
+
+
+def mosaic_interpret() -> Any:
+    """The `interpret=` value that runs a Mosaic kernel on CPU."""
+    return plgpu.InterpretGPUParams()

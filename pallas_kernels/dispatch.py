@@ -1,0 +1,188 @@
+"""Which backend runs where, and why: the one capability table of the package."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+
+from pallas_kernels import compat, tiling
+
+Backend = Literal["xla", "mosaic", "triton"]
+
+BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
+"""Best first: `backend=None` takes the first one that its device and arrays support."""
+
+# An abstract mesh knows the name of its devices and not their compute capability. First match wins.
+_CAPABILITIES: tuple[tuple[str, tuple[int, int]], ...] = (
+    (r"\b(GB300|B300)\b", (10, 3)),
+    (r"\b(GB200|B200|B100)\b", (10, 0)),
+    (r"\b(GH200|H200|H100|H800|H20)\b", (9, 0)),
+    (r"\b(RTX 50\d\d|RTX PRO \d{4} Blackwell|GB10)\b", (12, 0)),
+    (r"\b(L40S?|L4|L20|RTX 40\d\d|RTX \d{4} Ada)\b", (8, 9)),
+    (r"\b(A10G?|A16|A2|A40|RTX 30\d\d|RTX A\d{4})\b", (8, 6)),
+    (r"\b(A100|A800|A30)\b", (8, 0)),
+    (r"\b(T4G?|RTX 20\d\d)\b", (7, 5)),
+    (r"\bV100\b", (7, 0)),
+    (r"\bP100\b", (6, 0)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """Whether a backend can be used, and the reason. True and False as the answer."""
+
+    ok: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        return f"<{'yes' if self.ok else 'no'}: {self.reason}>"
+
+
+class Target(NamedTuple):
+    """What the table looks at: platform, device kind, and compute capability (None: not an NVIDIA GPU we know)."""
+
+    platform: str
+    kind: str
+    capability: tuple[int, int] | None
+
+
+_interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("pallas_kernels_interpret", default=False)
+
+
+@contextlib.contextmanager
+def interpret() -> Iterator[None]:
+    """Within it a kernel backend asked for by name runs interpreted, on any device: slow, for tests and study.
+
+    Looked at while tracing; a function jitted and traced outside keeps what it was traced with. Mosaic needs
+    jax >= 0.11. `backend=None` is not affected.
+    """
+    token = _interpret.set(True)
+    try:
+        yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpreting() -> bool:
+    return _interpret.get()
+
+
+def target(device: Any = None) -> Target:
+    """The target that a device, an abstract device or the name of a device kind stands for; None: the default."""
+    if device is None:
+        device = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        # jax_default_device may also be the name of a platform.
+        if device in ("cpu", "gpu", "tpu", "cuda", "rocm"):
+            return target(jax.devices(device)[0])
+        return Target("gpu" if _capability_of_kind(device) else "unknown", device, _capability_of_kind(device))
+    kind = device.device_kind
+    stated = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    capability = (int(stated[1]), int(stated[2])) if stated else _capability_of_kind(kind)
+    return Target(str(device.platform), kind, capability if device.platform in ("gpu", "cuda") else None)
+
+
+def _capability_of_kind(kind: str) -> tuple[int, int] | None:
+    if "AMD" in kind:
+        return None
+    return next((capability for name, capability in _CAPABILITIES if re.search(name, kind)), None)
+
+
+def _supports(where: Target) -> dict[Backend, Support]:
+    """The capability table. Mosaic on compute capability 8.x aborts the process: it must never pass here."""
+    have = where.capability
+    if where.platform not in ("gpu", "cuda"):
+        missing = f"needs an NVIDIA GPU, the device is {where.kind!r} (platform {where.platform!r})"
+    elif have is None:
+        missing = f"needs a known NVIDIA GPU, the compute capability of {where.kind!r} is unknown"
+    else:
+        missing = ""
+    found = f"{where.kind!r} has {have[0]}.{have[1]}" if have else ""
+
+    def needs(capability: tuple[int, int]) -> Support:
+        floor = f"compute capability >= {capability[0]}.{capability[1]}"
+        if missing or have is None:
+            return Support(False, missing)
+        return Support(True, found) if have >= capability else Support(False, f"needs {floor}, {found}")
+
+    version = Support(False, f"needs jax >= 0.11, this is {jax.__version__}")
+    return {
+        "mosaic": needs((9, 0)) if compat.HAS_MOSAIC else version,
+        "triton": needs((8, 0)),
+        "xla": Support(True, "runs everywhere"),
+    }
+
+
+def supported_backends(device: Any = None) -> dict[str, Support]:
+    """For every backend whether `device` can run it, and why.
+
+    Args:
+        device: a `jax.Device`, an abstract device, or the name of a device kind ("NVIDIA H200"); None is the
+            default device.
+    Returns:
+        backend name -> `Support`, the preferred backend first.
+    """
+    return dict(_supports(target(device)))
+
+
+def _device_of(arrays: Sequence[Any]) -> Any:
+    for x in arrays:
+        if isinstance(x, jax.core.Tracer):
+            device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
+        elif isinstance(x, jax.Array):
+            device = min(x.sharding.device_set, key=lambda d: d.id)
+        else:
+            device = getattr(getattr(getattr(x, "sharding", None), "mesh", None), "abstract_device", None)
+        if device is not None:
+            return device
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def _takes(backend: Backend, arrays: Sequence[Any]) -> Support:
+    """Whether the arrays suit the backend's kernels."""
+    if backend == "xla":
+        return Support(True, "takes every array")
+    for x in arrays:
+        if x.size > tiling.MAX_ELEMENTS:
+            return Support(False, f"takes at most 2**31 - 1 elements, got {x.size}")
+        if backend == "mosaic" and np.dtype(x.dtype).itemsize > 4:
+            return Support(False, f"takes no {x.dtype} arrays")
+    return Support(True, "takes these arrays")
+
+
+def resolve_backend(backend: Backend | None = None, arrays: Sequence[Any] = ()) -> Backend:
+    """The backend that runs a call. Resolved while tracing.
+
+    Args:
+        backend: a name means that backend or an error; None the best one for the device and the arrays.
+        arrays: the call's arrays. The device is that of their mesh or sharding, else of the abstract mesh in
+            use, else the default device.
+    Raises:
+        ValueError: `backend` is no name of a backend, or one that this device or these arrays cannot use; the
+            message gives the reason of every backend.
+    """
+    if backend is not None and backend not in get_args(Backend):
+        raise ValueError(f"`backend` must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    where = target(_device_of(arrays))
+    support = _supports(where)
+    if backend is not None and interpreting():
+        ok = compat.HAS_MOSAIC or backend != "mosaic"
+        support[backend] = Support(True, "interpreted") if ok else support[backend]
+    for name in BACKENDS:
+        support[name] = support[name] and _takes(name, arrays)
+    if backend is None:
+        return next(name for name in BACKENDS if support[name])
+    if not support[backend]:
+        reasons = "".join(f"\n  {name}: {'yes' if s else 'no'}, {s.reason}" for name, s in support.items())
+        raise ValueError(f"`backend`={backend!r} cannot run here:{reasons}")
+    return backend

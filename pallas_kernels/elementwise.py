@@ -1,0 +1,130 @@
+"""One elementwise pass over buffers: the door. Checks the call and picks the launcher."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import tiling
+from pallas_kernels.dispatch import Backend, interpreting, resolve_backend
+from pallas_kernels.elementwise_xla import Call, elementwise_xla
+
+FLOATS = tuple(np.dtype(t) for t in (jnp.bfloat16, np.float16, np.float32, np.float64))
+
+
+def elementwise(
+    fn: Callable[..., Sequence[jax.Array]],
+    scalars: jax.Array,
+    updated: Sequence[jax.Array],
+    read: Sequence[jax.Array] = (),
+    *,
+    emit: Sequence[Any] = (),
+    row_scalars: Sequence[jax.Array] = (),
+    row: int = tiling.ROW,
+    early_exit: bool = False,
+    backend: Backend | None = None,
+    name: str = "elementwise",
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Computes `*new_updated, *emitted = fn(s, *updated, *read)`, reading and writing each buffer once.
+
+    ```python
+    def sgd(s, w, g):
+        return (w - s[0] * g,)
+
+    (w,), _ = elementwise(sgd, jnp.array([0.1]), [w], [g])
+    ```
+
+    `fn` is elementwise jnp code without side effects or captured arrays; it sees blocks of the buffers, not the
+    buffers, in their storage dtype, and its results are cast to the dtype they are stored in.
+
+    Args:
+        fn: `fn(s, *blocks)` returns len(updated) + len(emit) arrays; the blocks are those of `updated`, then
+            of `read`. `s` is a tuple: one value per element of `scalars`, then one per array of `row_scalars`.
+            Each is 0-d or has the block's shape.
+        scalars: float32 or float64, (k,) with k <= 16.
+        updated: buffers of one shape, any rank, bf16, f16, f32 or f64, dtypes may differ. Replaced: in place where
+            the caller donates them; otherwise the caller's arrays stay as they are.
+        read: buffers of the same shape, only read.
+        emit: dtypes of new buffers of that shape.
+        row_scalars: arrays (size // row,): one value for every `row` consecutive elements. The buffers must then
+            be 1-D, their size a multiple of `row`.
+        row: a power of two from 128 to 1024.
+        early_exit: scalars[0] is a flag. If it is nonzero, kernels leave `updated` bit for bit as it is and
+            emit zeros, without reading a buffer; `fn` itself must compute the same.
+        backend: "xla", "mosaic", "triton", or None for the best one the device and arrays support.
+        name: of the kernel, in lowered text and profiles.
+    Returns:
+        (new_updated, emitted), two tuples.
+    Raises:
+        ValueError: shapes, counts or `backend` that do not fit. TypeError: dtypes that do not fit.
+    """
+    updated, read, row_scalars = tuple(updated), tuple(read), tuple(row_scalars)
+    scalars = jnp.asarray(scalars)
+    emit = tuple(np.dtype(dtype) for dtype in emit)
+    buffers = _check(scalars, updated, read, emit, row_scalars, row)
+    shape = buffers[0].shape
+    chosen = resolve_backend(backend, (*buffers, scalars, *row_scalars))
+    if buffers[0].size == 0:
+        return updated, tuple(jnp.zeros(shape, dtype) for dtype in emit)
+    call = Call(fn, emit, row, early_exit, name, interpreting())
+    return _launcher(chosen)(call, scalars, updated, read, row_scalars)
+
+
+@functools.cache
+def _launcher(backend: Backend) -> Callable[..., Any]:
+    # Imported on first use: a CPU-only host never loads a GPU dialect.
+    if backend == "mosaic":
+        from pallas_kernels.elementwise_mosaic import elementwise_mosaic as launcher
+    elif backend == "triton":
+        from pallas_kernels.elementwise_triton import elementwise_triton as launcher
+    else:
+        launcher = elementwise_xla
+    return launcher
+
+
+def _check(scalars, updated, read, emit, row_scalars, row) -> tuple[jax.Array, ...]:
+    buffers = (*updated, *read)
+    if not buffers:
+        raise ValueError("`updated` and `read` are both empty, expected at least one array")
+    check_scalars(scalars)
+    check_row(row)
+    for argument, arrays in (("updated", updated), ("read", read)):
+        for i, x in enumerate(arrays):
+            check_float(f"{argument}[{i}]", x.dtype)
+            if x.shape != buffers[0].shape:
+                raise ValueError(f"`{argument}[{i}]` has shape {x.shape}, expected {buffers[0].shape}")
+    for i, dtype in enumerate(emit):
+        check_float(f"emit[{i}]", dtype)
+    if row_scalars:
+        size = buffers[0].size
+        if buffers[0].ndim != 1 or size % row:
+            raise ValueError(
+                f"`row_scalars` need 1-D buffers of a multiple of {row=} elements, got shape {buffers[0].shape}"
+            )
+        for i, x in enumerate(row_scalars):
+            check_float(f"row_scalars[{i}]", x.dtype)
+            if x.shape != (size // row,):
+                raise ValueError(f"`row_scalars[{i}]` has shape {x.shape}, expected {(size // row,)}")
+    return buffers
+
+
+def check_scalars(scalars: jax.Array) -> None:
+    if scalars.ndim != 1 or scalars.size > tiling.MAX_SCALARS:
+        raise ValueError(f"`scalars` has shape {scalars.shape}, expected (k,) with k <= {tiling.MAX_SCALARS}")
+    if scalars.dtype not in FLOATS[2:]:
+        raise TypeError(f"`scalars` has dtype {scalars.dtype}, expected float32 or float64")
+
+
+def check_row(row: int) -> None:
+    if row not in (128, 256, 512, 1024):
+        raise ValueError(f"`row` must be 128, 256, 512 or 1024, got {row}")
+
+
+def check_float(argument: str, dtype: Any) -> None:
+    if np.dtype(dtype) not in FLOATS:
+        raise TypeError(f"`{argument}` has dtype {dtype}, expected one of {', '.join(map(str, FLOATS))}")
