@@ -1,0 +1,199 @@
+"""Which leaf belongs to which group and region, and what follows from it.
+
+A *group* shares hyperparameters; a *region* is a run of leaves of one kind inside a group.
+Without ``groups=`` there are two groups: ``bias`` (never decayed, no trust ratio) and ``weight``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fusedopt import paths as _paths
+from fusedopt.paths import Leaf, Path, show
+
+BIAS_REGIONS = ("bn_bias", "bn_weight", "fc_bias")
+WEIGHT_REGIONS = ("fc_weight", "first_conv", "deep_conv")
+REGIONS = BIAS_REGIONS + WEIGHT_REGIONS
+
+_SCALE_KEYS = frozenset({"scale", "gamma"})
+_SHIFT_KEYS = frozenset({"bias", "beta", "b"})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Leaves that share hyperparameters of their own.
+
+    Attributes:
+      name: shown in the layout and in hyperparameter names; not ``bias``, ``weight`` or empty.
+      match: ``match(path, leaf) -> bool`` with ``path`` a tuple of key strings and ``leaf``
+        anything with ``shape`` and ``dtype``; or a tree of bools shaped like the parameters or
+        like a prefix of them. The first group that matches wins.
+      weight_decay: None: the optimizer's own; the Python number 0: never decayed; otherwise this
+        group's weight decay, a hyperparameter called ``weight_decay/<name>``.
+      learning_rate_scale: factor on the learning rate, a hyperparameter called
+        ``learning_rate_scale/<name>``; the Python number 1 costs nothing.
+      trust_ratio: whether LARS gives each leaf its own trust ratio (static).
+      frozen: never updated: updates are zero, no optimizer state is held (static).
+    """
+
+    name: str
+    match: Callable[[Path, Any], bool] | Any
+    _: dataclasses.KW_ONLY
+    weight_decay: Any = None
+    learning_rate_scale: Any = 1.0
+    trust_ratio: bool = True
+    frozen: bool = False
+
+    def __post_init__(self):
+        if not isinstance(self.name, str) or self.name in ("", "bias", "weight"):
+            raise ValueError(f"`Group.name`: expected a name other than 'bias' and 'weight', got {self.name!r}")
+        for field in ("trust_ratio", "frozen"):
+            if not isinstance(getattr(self, field), bool):
+                raise TypeError(
+                    f"`Group.{field}` of group {self.name!r} is static: expected True or False, "
+                    f"got {type(getattr(self, field)).__name__}"
+                )
+
+
+class Placement(NamedTuple):
+    """Where one trainable leaf goes. Static and hashable: part of a layout's identity."""
+
+    group: str
+    region: str
+    decays: bool
+    trust: bool
+    frozen: bool
+
+
+def regions(names: Sequence[Path], leaves: Sequence[Leaf]) -> list[str]:
+    """The region of each leaf ('' for leaves that are not trainable).
+
+    The last path key decides first, the number of dimensions second: a key ``bias``, ``b``,
+    ``beta``, ``scale`` or ``gamma``, or fewer than two dimensions, is bias-like; two dimensions
+    (embeddings too) are ``fc_weight``; the first leaf of three or more in tree order is
+    ``first_conv`` and the others ``deep_conv``. A bias beside a ``scale`` belongs to a
+    normalisation layer: ``bn_bias``.
+    """
+    norm_layers = {p[:-1] for p in names if p and p[-1] in _SCALE_KEYS}
+    found_conv = False
+    out = []
+    for path, leaf in zip(names, leaves, strict=True):
+        key = path[-1] if path else ""
+        rank = len(leaf.shape)
+        if not leaf.trainable:
+            region = ""
+        elif key in _SCALE_KEYS:
+            region = "bn_weight"
+        elif key in _SHIFT_KEYS or rank <= 1:
+            in_norm = key == "beta" or (key in _SHIFT_KEYS and path[:-1] in norm_layers)
+            region = "bn_bias" if in_norm else "fc_bias"
+        elif rank == 2:
+            region = "fc_weight"
+        else:
+            region = "deep_conv" if found_conv else "first_conv"
+            found_conv = True
+        out.append(region)
+    return out
+
+
+def place(
+    names: Sequence[Path],
+    leaves: Sequence[Leaf],
+    groups: Sequence[Group] = (),
+    decay_mask: Sequence[bool] | None = None,
+    trust_mask: Sequence[bool] | None = None,
+) -> tuple[Placement | None, ...]:
+    """Group, region and flags of each leaf; None where the leaf is not trainable."""
+    matchers = [_matcher(group, names) for group in groups]
+    out: list[Placement | None] = []
+    for i, region in enumerate(regions(names, leaves)):
+        if not region:
+            out.append(None)
+            continue
+        group = next((g for g, m in zip(groups, matchers, strict=True) if m(i, leaves[i])), None)
+        if group is None:
+            weight = region in WEIGHT_REGIONS
+            placed = Placement("weight" if weight else "bias", region, weight, weight, False)
+        else:
+            never = isinstance(group.weight_decay, (int, float)) and group.weight_decay == 0
+            placed = Placement(group.name, region, not never, group.trust_ratio, group.frozen)
+        if decay_mask is not None:
+            placed = placed._replace(decays=bool(decay_mask[i]))
+        if trust_mask is not None:
+            placed = placed._replace(trust=bool(trust_mask[i]))
+        out.append(placed)
+    return tuple(out)
+
+
+def _matcher(group: Group, names: Sequence[Path]) -> Callable[[int, Leaf], bool]:
+    if is_callable_mask(group.match):
+        return lambda i, leaf: bool(group.match(names[i], leaf))
+    flags = broadcast_mask(group.match, names, f"groups: match of {group.name!r}")
+    return lambda i, leaf: flags[i]
+
+
+def is_callable_mask(mask: Any) -> bool:
+    """A function, and not a pytree of bools whose class happens to define ``__call__``."""
+    return callable(mask) and jax.tree_util.all_leaves([mask])
+
+
+def broadcast_mask(mask: Any, names: Sequence[Path], argument: str) -> tuple[bool, ...]:
+    """One bool per leaf from a tree of bools that is shaped like the tree or like a prefix of it.
+
+    Matching goes by path, so a plain dict may mask a FrozenDict or an ``nnx.State``.
+
+    Raises:
+      TypeError: a mask entry is an array or a tracer, not a Python bool.
+      ValueError: a leaf that no entry covers, named by its path.
+    """
+    entries: dict[Path, bool] = {}
+    for keys, value in jax.tree_util.tree_flatten_with_path(mask)[0]:
+        path = _paths.path_of(keys)
+        if not isinstance(value, (bool, np.bool_)):
+            where = f" at `{show(path)}`" if path else ""
+            raise TypeError(
+                f"`{argument}`{where}: expected Python bools (a mask is static), got "
+                f"{type(value).__name__}; under optax.inject_hyperparams name this argument in "
+                "`static_args`, under jax.jit build the mask outside"
+            )
+        entries[path] = bool(value)
+    out = []
+    for path in names:
+        covering = (path[:n] for n in range(len(path) + 1) if path[:n] in entries)
+        prefix = next(covering, None)
+        if prefix is None:
+            known = ", ".join(f"`{show(p)}`" for p in list(entries)[:3]) or "nothing"
+            raise ValueError(
+                f"`{argument}` has no entry for leaf `{show(path)}`; it covers {known}"
+                + (" and more" if len(entries) > 3 else "")
+            )
+        out.append(entries[prefix])
+    return tuple(out)
+
+
+def weight_mask(params: Any) -> Any:
+    """The leaves that decay by default, as a tree of bools: an optax mask.
+
+    ``optax.adamw(..., mask=fusedopt.weight_mask)`` decays exactly what ``fusedopt.adamw`` decays:
+    the leaves of group ``weight`` (two or more dimensions and a last path key other than bias,
+    scale, beta, gamma, b).
+
+    Args:
+      params: a pytree of arrays or abstract values.
+
+    Returns:
+      A tree of the structure of ``params`` with a Python bool for each leaf.
+    """
+    flat = _paths.flatten(params)
+    names = flat.paths()
+    leaves = [_paths.describe(x, lambda i=i: show(names[i])) for i, x in enumerate(flat.leaves)]
+    flags = [
+        None if leaf.dtype is None else region in WEIGHT_REGIONS
+        for leaf, region in zip(leaves, regions(names, leaves), strict=True)
+    ]
+    return jax.tree.unflatten(flat.treedef, flags)

@@ -1,0 +1,120 @@
+"""What the caller passed, as buffers, and buffers back as what the caller passed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fusedopt import paths as _paths
+from fusedopt.layout import Bucket, FlatLayout, Segment
+from fusedopt.optimizer import Optimizer
+from fusedopt.packing import FlatParams, check_shapes, gather, scatter
+
+
+class Operands(NamedTuple):
+    """Gradients or parameters as buffers, whatever they came as.
+
+    Attributes:
+      buckets: one for each bucket of the layout; None for frozen buckets of a tree.
+      leaves: of the tree in order, None where absent; empty for FlatParams.
+      source: the tree or FlatParams itself.
+      treedef: of the tree, to build results with.
+    """
+
+    buckets: list[Any]
+    leaves: list[Any]
+    source: Any
+    treedef: Any
+
+    def absent(self, layout: FlatLayout, bucket: Bucket) -> list[Segment]:
+        """The segments of a bucket that came without a gradient."""
+        if not self.leaves:
+            return []
+        return [s for s in layout.segments_of(bucket) if self.leaves[s.leaf] is None]
+
+
+def open_operands(opt: Optimizer, grads: Any, params: Any) -> tuple[FlatLayout, Operands, Operands | None]:
+    flat = isinstance(grads, FlatParams), isinstance(params, FlatParams)
+    if params is not None and flat[0] != flat[1]:
+        raise ValueError(
+            f"`grads` are {type(grads).__name__} but `params` are {type(params).__name__}: "
+            "differentiate with respect to the FlatParams, or keep both as trees"
+        )
+    if flat[0]:
+        if params is not None and grads.layout != params.layout:
+            raise ValueError(f"`grads` have layout {grads.layout!r}, `params` {params.layout!r}")
+        layout = opt.adapt(grads if params is None else params)
+        pair = [None if x is None else Operands(list(x.buckets), [], x, None) for x in (grads, params)]
+        for name, x in zip(("grads", "params"), pair, strict=True):
+            for b, buffer in zip(layout.buckets, x.buckets if x else layout.buckets, strict=True):
+                if jnp.shape(buffer) != b.shape and x:
+                    raise ValueError(f"`{name}` bucket `{b.name}`: got shape {jnp.shape(buffer)}, expected {b.shape}")
+        return layout, pair[0], pair[1]
+    g = _paths.flatten(grads)
+    g = g._replace(leaves=[None if _is_float0(x) else x for x in g.leaves])
+    owner = g if params is None else _paths.flatten(params)
+    if params is not None:
+        _paths.same_structure(g, owner, "grads", "params")
+    layout = opt.layout_of(owner, "grads" if params is None else "params")
+    check_shapes(g.leaves, layout, "grads")
+    _check_dtypes(g.leaves, layout)
+
+    def buckets(leaves, frozen):
+        return [None if b.frozen and not frozen else gather(leaves, b, layout.segments_of(b)) for b in layout.buckets]
+
+    p = None
+    if params is not None:
+        p = Operands(buckets(owner.leaves, False), owner.leaves, params, owner.treedef)
+    look = opt.skip_nonfinite
+    return layout, Operands(buckets(g.leaves, look), g.leaves, grads, owner.treedef), p
+
+
+def close_operands(layout: FlatLayout, new: list, g: Operands, p: Operands | None, in_place: bool) -> Any:
+    """Buffers back into what the caller passed: FlatParams, or a tree of its structure."""
+    like = g if p is None else p
+    if isinstance(like.source, FlatParams):
+        buckets = [jnp.zeros(b.shape, b.dtype) if x is None else x for b, x in zip(layout.buckets, new, strict=True)]
+        rest = like.source.rest
+        if not in_place:
+            rest = [_zero_update(x) for x in rest]
+        return FlatParams(buckets, rest, like.source.layout)
+    out = [x if in_place else _zero_update(x) for x in like.leaves]
+    for bucket, buffer in zip(layout.buckets, new, strict=True):
+        if buffer is not None:
+            members = layout.segments_of(bucket)
+            for s, leaf in zip(members, scatter(buffer, bucket, members), strict=True):
+                out[s.leaf] = leaf
+    return like.treedef.unflatten(out)
+
+
+def _zero_update(leaf: Any) -> Any:
+    """The update of a leaf that stays as it is: zero of its dtype, or itself if it has none."""
+    if leaf is None or jnp.issubdtype(getattr(leaf, "dtype", np.float32), jax.dtypes.extended):
+        return leaf
+    return leaf if _is_float0(leaf) else jnp.zeros_like(jnp.asarray(leaf))
+
+
+def _is_float0(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jax.dtypes.float0
+
+
+def _check_dtypes(leaves: Sequence[Any], layout: FlatLayout) -> None:
+    for s in layout.segments:
+        x = leaves[s.leaf]
+        if x is not None and not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            raise TypeError(
+                f"`grads` leaf `{_paths.show(s.path)}`: expected real floating point gradients "
+                f"for a {s.dtype} parameter, got {jnp.result_type(x)}"
+            )
+
+
+def restore(new: jax.Array, old: jax.Array, segments: Sequence[Segment]) -> jax.Array:
+    """`new` with the given segments as they are in `old`."""
+    for s in segments:
+        kept = jax.lax.slice(old, (s.offset,), (s.offset + s.size,)).astype(new.dtype)
+        new = jax.lax.dynamic_update_slice(new, kept, (s.offset,))
+    return new

@@ -1,0 +1,51 @@
+"""What an optimizer has to say for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# x + NEGATIVE_ZERO is x for every x, also for x = -0.0; x + 0.0 is not.
+NEGATIVE_ZERO = np.float32(-0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """An optimizer's formula for one element, and the scalars it needs once a step.
+
+    Symbols, the same in every rule:
+      g   gradient, unscaled and clipped, float32 (float64 for float64 parameters)
+      w   parameter, same dtype; None where weight decay does not apply and no ratio needs it
+      u   the update: new w = w + u
+      s   scalars: attributes named by `scalars`, and `s.eta`, the trust ratio, if `trust`
+      m, v  slots, in the order of `slots`
+
+    Class attributes:
+      slots: names of the state's buffers, each shaped like the parameters.
+      squares_gradient: the formula needs g*g, so |g| > 1.8446743e19 is as bad as an infinity.
+      neutral: value of each scalar for which every slot keeps its bits when g = -0.0. That is
+        how a step is skipped without a branch and without a copy: see `fusedopt.guard`.
+    """
+
+    slots: ClassVar[tuple[str, ...]] = ()
+    squares_gradient: ClassVar[bool] = False
+    trust: ClassVar[bool] = False
+    neutral: ClassVar[Mapping[str, float]] = {}
+
+    def scalars(self, h: Mapping[str, Any], t: jax.Array) -> dict[str, jax.Array]:
+        """The scalars of step t (int32, from 1), from the hyperparameters `h`."""
+        raise NotImplementedError
+
+    def formula(self, s: Any, g: jax.Array, w: jax.Array | None, *slots: jax.Array) -> tuple:
+        """``(u, *new_slots)``, elementwise."""
+        raise NotImplementedError
+
+
+def decay_term(wd: jax.Array, w: jax.Array) -> jax.Array:
+    """``wd * w``, and nothing at all where wd is 0, although w may be inf (0 * inf is NaN)."""
+    return jnp.where(wd == 0, NEGATIVE_ZERO.astype(w.dtype), wd * w)

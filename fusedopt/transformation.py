@@ -1,0 +1,162 @@
+"""The object that users hold: an optax gradient transformation that can also write in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from fusedopt.optimizer import FusedState, Optimizer, trusted
+from fusedopt.packing import FlatParams
+from fusedopt.paths import Path
+from fusedopt.update import step
+
+
+class FusedTransformation(optax.GradientTransformationExtraArgs):
+    """An optax ``GradientTransformationExtraArgs`` with an in-place step.
+
+    ``init(params) -> state``; params may be abstract values or `FlatParams`.
+
+    ``update(grads, state, params=None, **extra) -> (updates, state)`` is the optax protocol: trees
+    in, trees out, each update in its parameter's dtype.
+
+    ``apply(grads, state, params, **extra) -> (params, state)`` is the same step without the tree
+    of updates; jitted with ``donate_argnums`` for state and params it writes in place.
+
+    Both take FlatParams for gradients and parameters, and as ``extra``:
+      loss_scale: the gradients are divided by it; 0 counts as 1, inf and NaN skip the step.
+      has_nan: a 0-d flag; nonzero skips the step.
+      any hyperparameter by name: its value for this step only.
+      Other keywords are ignored, as optax asks.
+    A skipped step leaves parameters, slots, count and hyperparameters bit for bit as they were
+    (updates are zero), sets ``state.skipped`` and adds one to ``state.total_skipped``.
+
+    Raises (`update` and `apply`): ValueError for other structures or shapes than those of params
+    or state, naming the leaf; ValueError where `params` are needed and missing; TypeError for
+    complex leaves and integer gradients of floating point parameters.
+    """
+
+    apply: Callable[..., tuple[Any, Any]]
+
+    def __new__(cls, init, update, apply, optimizer: Optimizer, find_state, put_state):
+        self = super().__new__(cls, init, update)
+        self.apply = apply
+        self.optimizer = optimizer
+        self._find_state = find_state
+        self._put_state = put_state
+        return self
+
+    def hyperparams(self, state: Any) -> dict[str, jax.Array]:
+        """The values last used, by name: 0-d arrays; works inside jit.
+
+        A scheduled value is the schedule's at the last step that was not skipped. Keywords of a
+        single step are not recorded.
+        """
+        return self.optimizer.hyperparams.read(self._find_state(state).hyperparams)
+
+    def set_hyperparams(self, state: Any, **values: Any) -> Any:
+        """A state with other values from the next step on: numbers, arrays or tracers.
+
+        Names with a slash, such as ``weight_decay/head``, are passed as ``**{name: value}``.
+
+        Raises:
+          ValueError: an unknown name, a number out of range, or a hyperparameter that the factory
+            was given as a schedule or as an array, which would overwrite it.
+        """
+        fused = self._find_state(state)
+        vector = self.optimizer.hyperparams.replace(fused.hyperparams, values)
+        return self._put_state(state, fused._replace(hyperparams=vector))
+
+    def trust_ratios(self, state: Any) -> dict[Path, jax.Array]:
+        """The trust ratio of each leaf that has one, at the last step: path -> 0-d array.
+
+        Raises:
+          ValueError: the optimizer has none, or it has not met a state of this layout.
+        """
+        if not self.optimizer.rule.trust:
+            raise ValueError("this optimizer has no trust ratios")
+        fused = self._find_state(state)
+        members = trusted(self.optimizer.layout_for(fused))
+        return {s.path: fused.trust_ratios[i] for i, s in enumerate(members)}
+
+
+def fused(optimizer: Optimizer) -> FusedTransformation:
+    """The transformation of an optimizer description."""
+
+    def update(grads: Any, state: FusedState, params: Any = None, **extra: Any):
+        return step(optimizer, grads, state, params, extra, in_place=False)
+
+    def apply(grads: Any, state: FusedState, params: Any, **extra: Any):
+        return step(optimizer, grads, state, params, extra, in_place=True)
+
+    return FusedTransformation(
+        optimizer.init,
+        update,
+        apply,
+        optimizer,
+        find_state=lambda state: state,
+        put_state=lambda _, new: new,
+    )
+
+
+def chain(*transforms: Any) -> FusedTransformation:
+    """`optax.chain` that ends in a fused optimizer and keeps its ``apply``.
+
+    ```python
+    tx = fusedopt.chain(optax.clip_by_global_norm(1.0), fusedopt.adamw(1e-3))
+    params, state = tx.apply(grads, state, params)
+    ```
+
+    Args:
+      *transforms: optax transformations of the gradients, then one made by fusedopt.
+
+    Returns:
+      A transformation whose state is the tuple of their states, as in `optax.chain`.
+
+    Raises:
+      TypeError: the last one is not fused, or another one is.
+    """
+    if not transforms or not isinstance(transforms[-1], FusedTransformation):
+        got = type(transforms[-1]).__name__ if transforms else "nothing"
+        raise TypeError(f"`chain`: the last transformation must be fusedopt's, got {got}")
+    for t in transforms[:-1]:
+        if isinstance(t, FusedTransformation):
+            raise TypeError(
+                "`chain`: a fused optimizer computes final updates, nothing may follow it; only "
+                "the last transformation may be fusedopt's"
+            )
+    *front, last = transforms
+    front = [optax.with_extra_args_support(t) for t in front]
+
+    def init(params: Any) -> tuple:
+        return (*(t.init(params) for t in front), last.init(params))
+
+    def run(final: Callable[..., tuple[Any, Any]], grads, state, params, extra):
+        if not isinstance(state, tuple) or len(state) != len(front) + 1:
+            raise ValueError(f"`state`: expected a tuple of {len(front) + 1} states, one a transformation")
+        new = []
+        for t, s in zip(front, state[:-1], strict=True):
+            grads, s = t.update(grads, s, params, **extra)
+            new.append(s)
+        out, s = final(grads, state[-1], params, **extra)
+        return out, (*new, s)
+
+    def update(grads: Any, state: tuple, params: Any = None, **extra: Any):
+        return run(last.update, grads, state, params, extra)
+
+    def apply(grads: Any, state: tuple, params: Any, **extra: Any):
+        return run(last.apply, grads, state, params, extra)
+
+    return FusedTransformation(
+        init,
+        update,
+        apply,
+        last.optimizer,
+        find_state=lambda state: last._find_state(state[-1]),
+        put_state=lambda state, new: (*state[:-1], last._put_state(state[-1], new)),
+    )
+
+
+__all__ = ["FlatParams", "FusedTransformation", "chain", "fused"]

@@ -1,0 +1,400 @@
+"""The optimizers. Signatures, names and defaults are optax's, with our options behind them.
+
+Common options, all keyword-only:
+  groups: sequence of `Group`: leaves with hyperparameters of their own; the default groups
+    ``bias`` and ``weight`` stand behind them.
+  packing: a `Packing`: which leaves share a buffer.
+  backend: "xla", "mosaic", "triton", or None for the best one of the device.
+  skip_nonfinite: skip steps whose gradients are not finite (static).
+A hyperparameter is a Python number, a 0-d array or tracer, or a schedule (count -> value). It is
+an operand: no value, and no change of it, compiles anything anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fusedopt.grouping import Group
+from fusedopt.hyperparams import Hyperparam, Hyperparams, decay_rate
+from fusedopt.layout import Packing
+from fusedopt.optimizer import Optimizer
+from fusedopt.rules import Adam, Lars, Rule, Sgd
+from fusedopt.transformation import FusedTransformation, fused
+
+Backend = Literal["xla", "mosaic", "triton"]
+
+
+def sgd(
+    learning_rate: Any,
+    momentum: Any = None,
+    nesterov: bool = False,
+    accumulator_dtype: Any = None,
+    *,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    groups: Sequence[Group] = (),
+    packing: Packing | None = None,
+    backend: Backend | None = None,
+    skip_nonfinite: bool = True,
+) -> FusedTransformation:
+    """SGD, with momentum or Nesterov momentum, and decoupled weight decay.
+
+        m = momentum*m + g
+        d = g | m | g + momentum*m              plain | momentum | nesterov
+        w = w - learning_rate*(d + weight_decay*w)
+
+    Args:
+      learning_rate: lr, a hyperparameter >= 0.
+      momentum: None for none (no state), or a hyperparameter in [0, 1].
+      nesterov: static; needs `momentum`, as in optax it is ignored without.
+      accumulator_dtype: dtype of m; None: float32, float64 for float64 parameters.
+      weight_decay: a hyperparameter >= 0. The Python number 0 removes decay from the program, and
+        `params` may then be left out of ``update``.
+      mask: None: group ``weight`` decays; or an optax mask of what decays.
+      groups, packing, backend, skip_nonfinite: see the module's docstring.
+
+    State: ``mu`` with momentum, else no buffer. Equal to ``optax.sgd`` without weight decay.
+
+    Raises: ValueError for numbers out of range, TypeError for arguments of a wrong kind.
+    """
+    items = [_learning_rate(learning_rate)]
+    has_momentum = momentum is not None
+    if has_momentum:
+        items.append(decay_rate("momentum", momentum, open_high=False))
+    _static("nesterov", nesterov)
+    rule = Sgd(momentum=has_momentum, nesterov=nesterov and has_momentum)
+    return _build(
+        rule,
+        rule,
+        items,
+        weight_decay,
+        mask,
+        groups,
+        packing,
+        backend,
+        skip_nonfinite,
+        slot_dtypes={"mu": accumulator_dtype},
+    )
+
+
+def adam(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    nu_dtype: Any = None,
+    eps_inside: bool = False,
+    groups: Sequence[Group] = (),
+    packing: Packing | None = None,
+    backend: Backend | None = None,
+    skip_nonfinite: bool = True,
+) -> FusedTransformation:
+    """Adam; `weight_decay` is the original L2 penalty, added to the gradient.
+
+        g = g + weight_decay*w
+        m = b1*m + (1-b1)*g
+        v = b2*v + (1-b2)*g*g
+        w = w - learning_rate*(m/(1-b1^t)) / (sqrt(v/(1-b2^t) + eps_root) + eps)
+
+    See `adamw` for the arguments and for `nesterov` and `eps_inside`. Here the Python number 0
+    for `weight_decay` removes decay from the program, and ``update`` needs no `params`.
+    Equal to ``optax.adam``.
+    """
+    return _adam(
+        False,
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        mu_dtype,
+        nu_dtype,
+        nesterov,
+        eps_inside,
+        weight_decay,
+        mask,
+        groups,
+        packing,
+        backend,
+        skip_nonfinite,
+    )
+
+
+def adamw(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.999,
+    eps: Any = 1e-8,
+    eps_root: Any = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    nu_dtype: Any = None,
+    eps_inside: bool = False,
+    groups: Sequence[Group] = (),
+    packing: Packing | None = None,
+    backend: Backend | None = None,
+    skip_nonfinite: bool = True,
+) -> FusedTransformation:
+    """Adam with decoupled weight decay.
+
+        m = b1*m + (1-b1)*g
+        v = b2*v + (1-b2)*g*g
+        w = w - learning_rate*( (m/(1-b1^t)) / (sqrt(v/(1-b2^t) + eps_root) + eps)
+                                + weight_decay*w )
+
+    Args:
+      learning_rate: a hyperparameter >= 0.
+      b1, b2: decays of the moments, hyperparameters in [0, 1).
+      eps: added outside the root, a hyperparameter >= 0. Where the whole denominator is 0 the
+        update is 0.
+      eps_root: added inside the root, a hyperparameter >= 0; > 0 for gradients through the step.
+      mu_dtype, nu_dtype: dtypes of m and v; None: float32, float64 for float64 parameters.
+      weight_decay: a hyperparameter >= 0.
+      mask: None: group ``weight`` decays and ``bias`` does not; or an optax mask of what decays.
+      nesterov: static; m/(1-b1^t) becomes b1*m/(1-b1^(t+1)) + (1-b1)*g/(1-b1^t).
+      eps_inside: static; the other published form,
+        w - (learning_rate*sqrt(1-b2^t)/(1-b1^t) * m/sqrt(v + eps) + learning_rate*weight_decay*w).
+      groups, packing, backend, skip_nonfinite: see the module's docstring.
+
+    State: ``mu`` and ``nu``. Equal to ``optax.adamw(..., mask=fusedopt.weight_mask)``.
+
+    Raises: ValueError for numbers out of range, and for `eps_inside` with `nesterov` or
+    `eps_root`; TypeError for arguments of a wrong kind.
+    """
+    return _adam(
+        True,
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        mu_dtype,
+        nu_dtype,
+        nesterov,
+        eps_inside,
+        weight_decay,
+        mask,
+        groups,
+        packing,
+        backend,
+        skip_nonfinite,
+    )
+
+
+def lars(
+    learning_rate: Any,
+    weight_decay: Any = 0.0,
+    weight_decay_mask: Any = None,
+    trust_coefficient: Any = 0.001,
+    eps: Any = 0.0,
+    trust_ratio_mask: Any = None,
+    momentum: Any = 0.9,
+    nesterov: bool = False,
+    *,
+    trust_ratio: Literal["paper", "optax"] = "paper",
+    max_trust_ratio: Any = 100.0,
+    groups: Sequence[Group] = (),
+    packing: Packing | None = None,
+    backend: Backend | None = None,
+    skip_nonfinite: bool = True,
+) -> FusedTransformation:
+    """LARS: a learning rate for each leaf of group ``weight``, from norms over the whole leaf.
+
+        eta = trust_coefficient*|w| / (|g| + weight_decay*|w| + eps)
+        eta = min(eta, max_trust_ratio), and 1 where |w| or |g| is below 1e-12
+        m = momentum*m + learning_rate*eta*(g + weight_decay*w)
+        w = w - m             nesterov: w - (momentum*m + learning_rate*eta*(g + weight_decay*w))
+
+    Leaves without a trust ratio (group ``bias``) take SGD with (Nesterov) momentum instead.
+
+    Args:
+      learning_rate: a hyperparameter >= 0; inside the momentum, as in the paper.
+      weight_decay: a hyperparameter >= 0.
+      weight_decay_mask: None: group ``weight`` decays; or an optax mask of what decays.
+      trust_coefficient: a hyperparameter >= 0.
+      eps: added to the denominator, a hyperparameter >= 0.
+      trust_ratio_mask: None: group ``weight`` has trust ratios; or an optax mask of what has.
+      momentum: a hyperparameter in [0, 1].
+      nesterov: static.
+      trust_ratio: "paper" as above; "optax": eta = trust_coefficient*|w| / (|g + weight_decay*w|
+        + eps), no cap, floors on these two norms, and leaves without a ratio take eta = 1 with
+        the learning rate inside the momentum. That equals ``optax.lars`` with the same masks.
+      max_trust_ratio: a hyperparameter > 0; paper form only.
+      groups, packing, backend, skip_nonfinite: see the module's docstring.
+
+    State: ``mu``, and ``trust_ratios``, read by ``tx.trust_ratios(state)``. Norms do not overflow
+    or underflow in float32, and have the same bits in every run.
+
+    Raises: ValueError for numbers out of range or an unknown `trust_ratio`; TypeError for
+    arguments of a wrong kind.
+    """
+    if trust_ratio not in ("paper", "optax"):
+        raise ValueError(f"`trust_ratio`: expected 'paper' or 'optax', got {trust_ratio!r}")
+    _static("nesterov", nesterov)
+    items = [
+        _learning_rate(learning_rate),
+        decay_rate("momentum", momentum, open_high=False),
+        Hyperparam("trust_coefficient", trust_coefficient),
+        Hyperparam("eps", eps),
+    ]
+    if trust_ratio == "paper":
+        items.append(Hyperparam("max_trust_ratio", max_trust_ratio))
+        plain: Rule = Sgd(momentum=True, nesterov=nesterov)
+    else:
+        plain = Lars(form="optax", nesterov=nesterov, trust=False)
+    return _build(
+        Lars(form=trust_ratio, nesterov=nesterov),
+        plain,
+        items,
+        weight_decay,
+        weight_decay_mask,
+        groups,
+        packing,
+        backend,
+        skip_nonfinite,
+        trust_mask=trust_ratio_mask,
+        keep_decay=True,
+    )
+
+
+# ------------------------------------------------------------------ what the factories share
+
+
+def _adam(
+    decoupled,
+    learning_rate,
+    b1,
+    b2,
+    eps,
+    eps_root,
+    mu_dtype,
+    nu_dtype,
+    nesterov,
+    eps_inside,
+    weight_decay,
+    mask,
+    groups,
+    packing,
+    backend,
+    skip_nonfinite,
+):
+    _static("nesterov", nesterov)
+    _static("eps_inside", eps_inside)
+    rule = Adam(decoupled=decoupled, nesterov=nesterov, eps_inside=eps_inside)
+    items = [_learning_rate(learning_rate), decay_rate("b1", b1), decay_rate("b2", b2), Hyperparam("eps", eps)]
+    if not eps_inside:
+        items.append(Hyperparam("eps_root", eps_root))
+    elif not (isinstance(eps_root, (int, float)) and eps_root == 0):
+        raise ValueError(f"`eps_inside` has no `eps_root`: expected 0, got {eps_root!r}")
+    return _build(
+        rule,
+        rule,
+        items,
+        weight_decay,
+        mask,
+        groups,
+        packing,
+        backend,
+        skip_nonfinite,
+        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
+        keep_decay=decoupled,
+    )
+
+
+def _learning_rate(value: Any) -> Hyperparam:
+    return Hyperparam("learning_rate", value)
+
+
+def _build(
+    rule,
+    plain_rule,
+    items,
+    weight_decay,
+    mask,
+    groups,
+    packing,
+    backend,
+    skip_nonfinite,
+    *,
+    trust_mask=None,
+    slot_dtypes=None,
+    keep_decay=False,
+) -> FusedTransformation:
+    """An optimizer from checked parts. `keep_decay`: weight_decay is an operand even if it is 0."""
+    decays = keep_decay or not (isinstance(weight_decay, (int, float)) and weight_decay == 0)
+    if decays:
+        items = [*items, Hyperparam("weight_decay", weight_decay)]
+    _static("skip_nonfinite", skip_nonfinite)
+    _static_mask("mask", mask)
+    _static_mask("trust_ratio_mask", trust_mask)
+    if packing is not None and not isinstance(packing, Packing):
+        raise TypeError(f"`packing`: expected a Packing, got {type(packing).__name__}")
+    if backend not in (None, "xla", "mosaic", "triton"):
+        raise ValueError(f"`backend`: expected 'xla', 'mosaic', 'triton' or None, got {backend!r}")
+    groups = _checked_groups(groups)
+    for g in groups:
+        if g.weight_decay is not None:
+            items = [*items, Hyperparam(f"weight_decay/{g.name}", g.weight_decay)]
+        if not (isinstance(g.learning_rate_scale, (int, float)) and g.learning_rate_scale == 1):
+            items = [*items, Hyperparam(f"learning_rate_scale/{g.name}", g.learning_rate_scale)]
+    return fused(
+        Optimizer(
+            rule=rule,
+            plain_rule=plain_rule,
+            hyperparams=Hyperparams(tuple(items)),
+            decays=decays,
+            groups=groups,
+            decay_mask=mask,
+            trust_mask=trust_mask,
+            packing=packing or Packing(),
+            backend=backend,
+            skip_nonfinite=skip_nonfinite,
+            slot_dtypes={k: jnp.dtype(v) for k, v in (slot_dtypes or {}).items() if v is not None},
+        )
+    )
+
+
+def _checked_groups(groups: Any) -> tuple[Group, ...]:
+    if isinstance(groups, (jax.Array, np.ndarray)):
+        raise TypeError(
+            "`groups` arrive as an array: they are static; under optax.inject_hyperparams name them in `static_args`"
+        )
+    groups = tuple(groups)
+    for g in groups:
+        if not isinstance(g, Group):
+            raise TypeError(f"`groups`: expected Group objects, got {type(g).__name__}")
+    names = [g.name for g in groups]
+    if len(set(names)) != len(names):
+        raise ValueError(f"`groups`: names must differ, got {names}")
+    return groups
+
+
+def _static(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"`{name}` is static: expected True or False, got {type(value).__name__}; under "
+            "optax.inject_hyperparams name it in `static_args`"
+        )
+
+
+def _static_mask(name: str, mask: Any) -> None:
+    if isinstance(mask, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"`{name}` arrives as an array: a mask is static (a tree of Python bools, or a "
+            "function of the parameters that gives one); under optax.inject_hyperparams name it "
+            "in `static_args`"
+        )
