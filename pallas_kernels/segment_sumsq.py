@@ -91,7 +91,7 @@ def segment_sumsq(
         return SumSq(*(jnp.zeros((terms, len(sizes)), scalars.dtype) for _ in range(3)))
     call = Call(fn, terms, row, None if solo else table.valid, name, interpreting())
     # Only reads: raveling costs nothing here, unlike around an update in place.
-    sums = jnp.stack(_launcher(chosen)(call, scalars, tuple(x.reshape(-1) for x in arrays)))
+    sums = _launcher(chosen)(call, scalars, tuple(x.reshape(-1) for x in arrays))
     total = _add_all(sums) if solo else _add_rows(sums, table.tree)
     return SumSq(*jnp.moveaxis(total.reshape(terms, 3, len(sizes)), 1, 0))
 
@@ -115,7 +115,7 @@ def spread(values: jax.Array, sizes: Sequence[int], row: int, total: int) -> jax
 
 
 @functools.cache
-def _launcher(backend: Backend) -> Callable[..., tuple[jax.Array, ...]]:
+def _launcher(backend: Backend) -> Callable[..., jax.Array]:
     if backend == "mosaic":
         from pallas_kernels.segment_sumsq_mosaic import row_sums_mosaic as launcher
     elif backend == "triton":

@@ -34,7 +34,17 @@ class Call:
 
     @property
     def ragged(self) -> bool:
+        """Whether some row ends in padding."""
         return self.valid is not None and bool((self.valid < self.row).any())
+
+    def size(self, x: jax.Array) -> int:
+        """Elements of x up to the end of the last row that counts."""
+        return x.size if self.valid is None else len(self.valid) * self.row
+
+    def counted(self, s: tuple, blocks: Sequence[jax.Array], mask: jax.Array | None) -> list[jax.Array]:
+        """`fn` on one block, zero where the mask is False: behind fn, which may make a NaN of what is not there."""
+        terms = [jnp.broadcast_to(x, blocks[0].shape) for x in self.fn(s, *blocks)]
+        return terms if mask is None else [jnp.where(mask, x, jnp.zeros_like(x)) for x in terms]
 
 
 def scales(dtype) -> tuple[float, float]:
@@ -55,38 +65,27 @@ def scaled_squares(terms: Sequence[jax.Array]) -> list[jax.Array]:
     return out
 
 
-def row_sums_xla(call: Call, scalars, arrays) -> tuple[jax.Array, ...]:
-    """big, mid, small of each term, each (rows,). `arrays` are 1-D and reach at least to the last row's end."""
-    size = arrays[0].size
-    if call.valid is not None:
-        size = min(size, len(call.valid) * call.row)
+def row_sums_xla(call: Call, scalars, arrays) -> jax.Array:
+    """big, mid, small of each term, (3 * terms, rows). `arrays` are 1-D and reach to the last row's end."""
+    size = call.size(arrays[0])
     whole, rest = divmod(size, call.row)
     s = tuple(scalars[i] for i in range(scalars.size))
     parts = []
     if whole:
-        blocks = [_head(x, whole * call.row).reshape(whole, call.row) for x in arrays]
+        # The slice is the identity where nothing follows the last row.
+        blocks = [x[: whole * call.row].reshape(whole, call.row) for x in arrays]
         mask = None
         if call.ragged:
-            column = lax.broadcasted_iota(jnp.int32, (whole, call.row), 1)
-            mask = column < jnp.asarray(call.valid)[:, None]
+            mask = lax.broadcasted_iota(jnp.int32, (whole, call.row), 1) < jnp.asarray(call.valid)[:, None]
         parts.append(_sum_rows(call, s, blocks, mask))
     if rest:
-        parts.append(_sum_rows(call, s, [x[whole * call.row : size][None] for x in arrays], None))
-    return tuple(jnp.concatenate(p) if len(p) > 1 else p[0] for p in zip(*parts, strict=True))
+        parts.append(_sum_rows(call, s, [x[None, whole * call.row :] for x in arrays], None))
+    return jnp.concatenate(parts, axis=1)
 
 
-def _head(x: jax.Array, size: int) -> jax.Array:
-    return x if x.size == size else x[:size]
-
-
-def _sum_rows(call: Call, s, blocks, mask) -> tuple[jax.Array, ...]:
+def _sum_rows(call: Call, s, blocks, mask) -> jax.Array:
     with jax.named_scope(call.name):
-        terms = [jnp.broadcast_to(x, blocks[0].shape) for x in call.fn(s, *blocks)]
-        if mask is not None:
-            # Behind fn, not before it: fn may make a NaN of a zero.
-            terms = [jnp.where(mask, x, jnp.zeros((), x.dtype)) for x in terms]
-        squares = scaled_squares(terms)
-        # One reduce of all the sums reads each array once; one reduce a sum reads it once a sum, which is three
-        # times slower on CPU.
+        squares = tuple(scaled_squares(call.counted(s, blocks, mask)))
+        # One reduce of all the sums reads each array once; a reduce for each takes three times as long on CPU.
         zeros = tuple(jnp.zeros((), x.dtype) for x in squares)
-        return tuple(lax.reduce(tuple(squares), zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,)))
+        return jnp.stack(lax.reduce(squares, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,)))
