@@ -6,6 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import fusedopt
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -39,6 +41,13 @@ def test_commands_are_targets_of_the_makefile():
 def test_links_to_files():
     for target in re.findall(r"\]\(([^):#]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_one_version_everywhere():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        assert tomllib.load(file)["project"]["version"] == fusedopt.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## \[(\d.*)\]", changelog, flags=re.MULTILINE)[0] == fusedopt.__version__
 
 
 def test_extras_and_folders_exist():
