@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -24,7 +24,9 @@ _CAPABILITIES: tuple[tuple[str, tuple[int, int]], ...] = (
     (r"\b(GB300|B300)\b", (10, 3)),
     (r"\b(GB200|B200|B100)\b", (10, 0)),
     (r"\b(GH200|H200|H100|H800|H20)\b", (9, 0)),
-    (r"\b(RTX 50\d\d|RTX PRO \d{4} Blackwell|GB10)\b", (12, 0)),
+    (r"\bGB10\b", (12, 1)),
+    (r"\b(RTX 50\d\d|RTX PRO \d{4})\b", (12, 0)),
+    (r"\bThor\b", (11, 0)),
     (r"\b(L40S?|L4|L20|RTX 40\d\d|RTX \d{4} Ada)\b", (8, 9)),
     (r"\b(A10G?|A16|A2|A40|RTX 30\d\d|RTX A\d{4})\b", (8, 6)),
     (r"\b(A100|A800|A30)\b", (8, 0)),
@@ -99,26 +101,26 @@ def _capability_of_kind(kind: str) -> tuple[int, int] | None:
 
 
 def _supports(where: Target) -> dict[Backend, Support]:
-    """The capability table. Mosaic on compute capability 8.x aborts the process: it must never pass here."""
+    """The capability table."""
     have = where.capability
     if where.platform not in ("gpu", "cuda"):
-        missing = f"needs an NVIDIA GPU, the device is {where.kind!r} (platform {where.platform!r})"
+        gpu = Support(False, f"needs an NVIDIA GPU, the device is {where.kind!r} (platform {where.platform!r})")
     elif have is None:
-        missing = f"needs a known NVIDIA GPU, the compute capability of {where.kind!r} is unknown"
+        gpu = Support(False, f"needs a known NVIDIA GPU, the compute capability of {where.kind!r} is unknown")
     else:
-        missing = ""
-    found = f"{where.kind!r} has {have[0]}.{have[1]}" if have else ""
+        gpu = Support(True, f"{where.kind!r} has {have[0]}.{have[1]}")
 
-    def needs(capability: tuple[int, int]) -> Support:
-        floor = f"compute capability >= {capability[0]}.{capability[1]}"
-        if missing or have is None:
-            return Support(False, missing)
-        return Support(True, found) if have >= capability else Support(False, f"needs {floor}, {found}")
+    def needs(what: str, ok: bool) -> Support:
+        return gpu if ok or not gpu else Support(False, f"needs {what}, {gpu.reason}")
 
-    version = Support(False, f"needs jax >= 0.11, this is {jax.__version__}")
+    capability = have or (0, 0)
+    # Selecting Mosaic on 8.x aborts the process, and its code for 12.x does not assemble: it must not pass there.
+    mosaic = needs("compute capability 9.x or 10.x", capability[0] in (9, 10))
+    if not compat.HAS_MOSAIC:
+        mosaic = Support(False, f"needs jax >= 0.11, this is {jax.__version__}")
     return {
-        "mosaic": needs((9, 0)) if compat.HAS_MOSAIC else version,
-        "triton": needs((8, 0)),
+        "mosaic": mosaic,
+        "triton": needs("compute capability >= 8.0", capability >= (8, 0)),
         "xla": Support(True, "runs everywhere"),
     }
 
@@ -148,25 +150,28 @@ def _device_of(arrays: Sequence[Any]) -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
-def _takes(backend: Backend, arrays: Sequence[Any]) -> Support:
-    """Whether the arrays suit the backend's kernels."""
+def _objection(backend: Backend, arrays: Sequence[Any]) -> str:
+    """Why the backend's kernels cannot take the arrays; empty if they can."""
     if backend == "xla":
-        return Support(True, "takes every array")
+        return ""
     for x in arrays:
         if x.size > tiling.MAX_ELEMENTS:
-            return Support(False, f"takes at most 2**31 - 1 elements, got {x.size}")
+            return f"takes at most 2**31 - 1 elements, got {x.size}"
         if backend == "mosaic" and np.dtype(x.dtype).itemsize > 4:
-            return Support(False, f"takes no {x.dtype} arrays")
-    return Support(True, "takes these arrays")
+            return f"takes no {x.dtype} arrays"
+    return ""
 
 
-def resolve_backend(backend: Backend | None = None, arrays: Sequence[Any] = ()) -> Backend:
+def resolve_backend(
+    backend: Backend | None = None, arrays: Sequence[Any] = (), *, refused: Mapping[Backend, str] = {}
+) -> Backend:
     """The backend that runs a call. Resolved while tracing.
 
     Args:
         backend: a name means that backend or an error; None the best one for the device and the arrays.
         arrays: the call's arrays. The device is that of their mesh or sharding, else of the abstract mesh in
             use, else the default device.
+        refused: backends that this call cannot use, and why.
     Raises:
         ValueError: `backend` is no name of a backend, or one that this device or these arrays cannot use; the
             message gives the reason of every backend.
@@ -179,7 +184,9 @@ def resolve_backend(backend: Backend | None = None, arrays: Sequence[Any] = ()) 
         ok = compat.HAS_MOSAIC or backend != "mosaic"
         support[backend] = Support(True, "interpreted") if ok else support[backend]
     for name in BACKENDS:
-        support[name] = support[name] and _takes(name, arrays)
+        objection = refused.get(name) or _objection(name, arrays)
+        if support[name] and objection:
+            support[name] = Support(False, objection)
     if backend is None:
         return next(name for name in BACKENDS if support[name])
     if not support[backend]:

@@ -68,7 +68,8 @@ def elementwise(
     emit = tuple(np.dtype(dtype) for dtype in emit)
     buffers = _check(scalars, updated, read, emit, row_scalars, row)
     shape = buffers[0].shape
-    chosen = resolve_backend(backend, (*buffers, scalars, *row_scalars))
+    refused = refused_tail(buffers[0].size) if backend is None else {}
+    chosen = resolve_backend(backend, (*buffers, scalars, *row_scalars), refused=refused)
     if buffers[0].size == 0:
         return updated, tuple(jnp.zeros(shape, dtype) for dtype in emit)
     call = Call(fn, emit, row, early_exit, name, interpreting())
@@ -111,6 +112,13 @@ def _check(scalars, updated, read, emit, row_scalars, row) -> tuple[jax.Array, .
             if x.shape != (size // row,):
                 raise ValueError(f"`row_scalars[{i}]` has shape {x.shape}, expected {(size // row,)}")
     return buffers
+
+
+def refused_tail(size: int) -> dict[Backend, str]:
+    """Who should not be chosen for `size` elements: Mosaic leaves a tail to XLA, some small kernels for each buffer."""
+    if size % tiling.BLOCK == 0:
+        return {}
+    return {"mosaic": f"has no masked loads, and {size} elements are no multiple of {tiling.BLOCK}"}
 
 
 def check_scalars(scalars: jax.Array) -> None:

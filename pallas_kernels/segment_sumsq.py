@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels import tiling
 from pallas_kernels.dispatch import Backend, interpreting, resolve_backend
-from pallas_kernels.elementwise import check_float, check_row, check_scalars
+from pallas_kernels.elementwise import check_float, check_row, check_scalars, refused_tail
 from pallas_kernels.segment_sumsq_xla import Call, row_sums_xla, scales
 
 
@@ -84,7 +84,12 @@ def segment_sumsq(
     """
     arrays, sizes, scalars = tuple(arrays), tuple(map(int, sizes)), jnp.asarray(scalars)
     solo = _check(scalars, arrays, sizes, row)
-    chosen = resolve_backend(backend, (*arrays, scalars))
+    refused: dict[Backend, str] = {}
+    if solo and backend is None:
+        refused = refused_tail(arrays[0].size)
+    elif not solo and row != tiling.BLOCK:
+        refused = {"mosaic": f"sums rows of {tiling.BLOCK} elements, got {row=}"}
+    chosen = resolve_backend(backend, (*arrays, scalars), refused=refused)
     terms = _count_terms(fn, scalars, arrays)
     table = tiling.segments(sizes, row)
     if table.rows == 0:
