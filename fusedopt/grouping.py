@@ -109,7 +109,7 @@ def place(
     trust_mask: Sequence[bool] | None = None,
 ) -> tuple[Placement | None, ...]:
     """Group, region and flags of each leaf; None where the leaf is not trainable."""
-    matchers = [_matcher(group, names) for group in groups]
+    matchers = [_matcher(group, names, leaves) for group in groups]
     out: list[Placement | None] = []
     for i, region in enumerate(regions(names, leaves)):
         if not region:
@@ -130,16 +130,22 @@ def place(
     return tuple(out)
 
 
-def _matcher(group: Group, names: Sequence[Path]) -> Callable[[int, Leaf], bool]:
+def _matcher(group: Group, names: Sequence[Path], leaves: Sequence[Leaf]) -> Callable[[int, Leaf], bool]:
     if is_callable_mask(group.match):
         return lambda i, leaf: bool(group.match(names[i], leaf))
-    flags = broadcast_mask(group.match, names, f"groups: match of {group.name!r}")
+    flags = mask_flags(group.match, names, leaves, f"groups: match of {group.name!r}")
     return lambda i, leaf: flags[i]
 
 
 def is_callable_mask(mask: Any) -> bool:
     """A function, and not a pytree of bools whose class happens to define ``__call__``."""
     return callable(mask) and jax.tree_util.all_leaves([mask])
+
+
+def mask_flags(mask: Any, names: Sequence[Path], leaves: Sequence[Leaf], argument: str) -> tuple[bool, ...]:
+    """`broadcast_mask` for the leaves that are updated; a mask needs no entry for others (None, integers)."""
+    found = iter(broadcast_mask(mask, [n for n, leaf in zip(names, leaves) if leaf.trainable], argument))
+    return tuple(leaf.trainable and next(found) for leaf in leaves)
 
 
 def broadcast_mask(mask: Any, names: Sequence[Path], argument: str) -> tuple[bool, ...]:
@@ -164,7 +170,8 @@ def broadcast_mask(mask: Any, names: Sequence[Path], argument: str) -> tuple[boo
         entries[path] = bool(value)
     out = []
     for path in names:
-        covering = (path[:n] for n in range(len(path) + 1) if path[:n] in entries)
+        # Longest first: the path of a field called `value` is also the prefix of its neighbours' (see `path_of`).
+        covering = (path[:n] for n in range(len(path), -1, -1) if path[:n] in entries)
         prefix = next(covering, None)
         if prefix is None:
             known = ", ".join(f"`{show(p)}`" for p in list(entries)[:3]) or "nothing"

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fusedopt.packing import slot_dtype
+
 
 def has_nan(tree: Any) -> jax.Array:
     """Whether any floating point leaf of a tree holds a NaN or an infinity.
@@ -39,7 +41,7 @@ def zero_or_nan(g: jax.Array, unscale: jax.Array | None = None, *, squared: bool
     A sum, because XLA on CPU drops NaN in large max reductions and vectorises none of the
     boolean ones. Squared, float32 gradients above 1.8446743e19 count as infinite.
     """
-    dtype = jnp.promote_types(g.dtype, jnp.float32) if unscale is None else unscale.dtype
+    dtype = slot_dtype(g.dtype) if unscale is None else unscale.dtype
     x = g.astype(dtype)
     if unscale is not None:
         x = x * unscale

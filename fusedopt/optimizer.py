@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fusedopt import layout as _layout
 from fusedopt import paths as _paths
-from fusedopt.grouping import Group, Placement, broadcast_mask, is_callable_mask, place
+from fusedopt.grouping import Group, Placement, is_callable_mask, mask_flags, place
 from fusedopt.hyperparams import Hyperparams
 from fusedopt.layout import Bucket, FlatLayout, Packing
 from fusedopt.packing import FlatParams, slot_dtype
@@ -78,7 +78,7 @@ class Optimizer:
         """The layout of a tree under this optimizer's groups and masks, cached."""
         leaves = _layout.leaf_descriptions(tree, name)
         masks = tuple(
-            self._mask_flags(mask, argument, tree.source, tree.paths)
+            self._mask_flags(mask, argument, tree.source, tree.paths, leaves)
             for mask, argument in ((self.decay_mask, "mask"), (self.trust_mask, "trust_ratio_mask"))
         )
         key = (tree.treedef, tuple(leaves), masks, packing)
@@ -111,17 +111,9 @@ class Optimizer:
         structs = layout.treedef.unflatten(
             [None if leaf.dtype is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
         )
-        trainable = [s.leaf for s in layout.segments]
-
-        def paths():  # masks need no entry for leaves that have no place in a bucket
-            return [names[i] for i in trainable]
 
         def flags(mask, argument):
-            found = self._mask_flags(mask, argument, structs, paths)
-            if found is None:
-                return None
-            by_leaf = dict(zip(trainable, found, strict=True))
-            return tuple(by_leaf.get(i, False) for i in range(layout.num_leaves))
+            return self._mask_flags(mask, argument, structs, lambda: names, leaves)
 
         placements = self._normalised(
             place(
@@ -135,12 +127,12 @@ class Optimizer:
         self._remember(self._layouts, layout, _layout.relabelled(layout, placements))
         return self._layouts[layout]
 
-    def _mask_flags(self, mask, argument, tree, paths):
+    def _mask_flags(self, mask, argument, tree, paths, leaves):
         if mask is None:
             return None
         if is_callable_mask(mask):
             mask = mask(tree)
-        return broadcast_mask(mask, paths(), argument)
+        return mask_flags(mask, paths(), leaves, argument)
 
     def _normalised(self, placements):
         """Placements without the flags that make no difference to this optimizer."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fusedopt import layout as _layout
 from fusedopt import paths as _paths
@@ -140,7 +141,10 @@ def gather(leaves: Sequence[Any], bucket: Bucket, members: Sequence[Segment], co
         end = s.offset + s.size + s.padding
     if end < bucket.size:
         pieces.append(jnp.zeros((bucket.size - end,), dtype))
-    return jnp.concatenate(pieces) if pieces else jnp.zeros(bucket.shape, dtype)
+    if not pieces:
+        return jnp.zeros(bucket.shape, dtype)
+    # One piece comes back as it is, the caller's own array where that fills the bucket.
+    return jnp.array(pieces[0], copy=copy) if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
 def scatter(buffer: Any, bucket: Bucket, members: Sequence[Segment]) -> list[Any]:
@@ -159,7 +163,7 @@ def scatter(buffer: Any, bucket: Bucket, members: Sequence[Segment]) -> list[Any
 
 def slot_dtype(dtype: Any) -> Any:
     """Optimizer state is float32 for float32 and lower precision, float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def check_shapes(leaves: Sequence[Any], layout: FlatLayout, name: str) -> None:
