@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -87,7 +88,7 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -113,7 +114,9 @@ class FlatLayout:
     @functools.cached_property
     def digest(self) -> bytes:
         # jit compares layouts at every call: 16 bytes, not thousands of strings.
-        text = repr((str(self.treedef), self.segments, self.buckets, self.others, sorted(self.absent), self.align))
+        # A segment's group, dtype and padding follow from its bucket and size.
+        places = [(s.path, s.region, s.shape, s.bucket, s.offset, s.leaf) for s in self.segments]
+        text = repr((str(self.treedef), places, self.buckets, self.others, sorted(self.absent), self.align))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def __hash__(self) -> int:
@@ -246,9 +249,9 @@ def build(
     for i, (leaf, p) in enumerate(zip(leaves, placements, strict=True)):
         if p is None:
             continue
-        size = int(np.prod(leaf.shape, dtype=np.int64))
+        size = math.prod(leaf.shape)
         solo = size > MAX_BUCKET or (packing.solo_from is not None and size >= packing.solo_from)
-        key = (order[p.group], p.group, not p.decays, not p.trust, p.frozen, str(leaf.dtype))
+        key = (order[p.group], p.group, not p.decays, not p.trust, p.frozen, leaf.dtype.name)
         alone = (REGIONS.index(p.region), i) if solo else (-1, -1)
         members.setdefault((*key, alone), []).append(i)
 
@@ -303,7 +306,7 @@ def _split(indices, leaves, align):
     """Runs of (leaf, offset, size, padding), none longer than MAX_BUCKET elements."""
     run, offset = [], 0
     for i in indices:
-        size = int(np.prod(leaves[i].shape, dtype=np.int64))
+        size = math.prod(leaves[i].shape)
         padding = -size % align
         if run and offset + size + padding > MAX_BUCKET:
             yield run
