@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -10,9 +11,6 @@ VERSION: tuple[int, ...] = jax.version.__version_info__
 
 # Mosaic GPU kernels take buffers as refs, which 0.10 cannot do under jit. Goes when jax >= 0.11 is required.
 HAS_MOSAIC = VERSION >= (0, 11)
-
-if HAS_MOSAIC:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 def out_type(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.ShapeDtypeStruct:
@@ -26,4 +24,15 @@ def out_type(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.Sh
 
 def mosaic_interpret() -> Any:
     """The `interpret=` value that runs a Mosaic kernel on CPU."""
+    # Missing in 0.10, where nothing asks for it.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
     return plgpu.InterpretGPUParams()
+
+
+def ignore_triton_deprecation() -> None:
+    """jax >= 0.11 warns whenever a Triton kernel is lowered, long after our call: only a filter can reach it.
+
+    It speaks to the authors of kernels. Goes with the Triton files, when jax drops Triton.
+    """
+    warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)

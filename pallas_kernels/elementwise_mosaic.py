@@ -21,9 +21,7 @@ from pallas_kernels.tiling import BLOCK
 
 # A thread touches only its own elements: no barrier is needed between loads and stores. Lane semantics compiles to
 # the same instructions as the default, and several times faster.
-PARAMS = plgpu.CompilerParams(
-    unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-)
+PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 
 # Four consecutive float32 a thread: 16-byte loads.
 LAYOUT = plgpu.Layout.WG_STRIDED((BLOCK,), vec_size=4)

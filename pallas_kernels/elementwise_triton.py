@@ -16,6 +16,8 @@ from pallas_kernels.elementwise_xla import Call, elementwise_xla
 from pallas_kernels.launch import launch
 from pallas_kernels.tiling import BLOCK
 
+compat.ignore_triton_deprecation()
+
 # Four elements a thread: with eight, Triton exchanges bf16 blocks through shared memory to store them.
 PARAMS = plt.CompilerParams(num_warps=BLOCK // 128, num_stages=1)
 
@@ -43,9 +45,7 @@ def _kernel(call: Call, scalars, updated, read, row_scalars):
             s = tuple(scalars_ref[i] for i in range(scalars.size))
             if rate_refs:
                 row = (offset + jnp.arange(BLOCK, dtype=jnp.int32)) // call.row
-                s += tuple(
-                    plt.load(ref.at[row], mask=mask, other=None if mask is None else 0) for ref in rate_refs
-                )
+                s += tuple(plt.load(ref.at[row], mask=mask, other=None if mask is None else 0) for ref in rate_refs)
             out = call.outputs(s, blocks[:n_updated], blocks[n_updated:])
             for ref, y in zip(out_refs, out, strict=True):
                 plt.store(ref.at[here], y, mask=mask)

@@ -176,5 +176,7 @@ def _check(scalars, arrays, sizes, row) -> bool:
         return True
     need = tiling.segments(sizes, row).rows * row
     if len(shape) != 1 or size < need:
-        raise ValueError(f"`arrays` have shape {shape}, expected 1-D with at least {need} elements for {len(sizes)} segments")
+        raise ValueError(
+            f"`arrays` have shape {shape}, expected 1-D with at least {need} elements for {len(sizes)} segments"
+        )
     return False

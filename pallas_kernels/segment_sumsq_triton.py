@@ -17,6 +17,8 @@ from pallas_kernels.launch import launch
 from pallas_kernels.segment_sumsq_xla import Call, row_sums_xla, scaled_squares
 from pallas_kernels.tiling import BLOCK
 
+compat.ignore_triton_deprecation()
+
 PARAMS = plt.CompilerParams(num_warps=BLOCK // 128, num_stages=1)
 
 WHOLE = pl.BlockSpec(memory_space=pl.ANY)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.tiling import ROW
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -68,19 +70,24 @@ def scaled_squares(terms: Sequence[jax.Array]) -> list[jax.Array]:
 def row_sums_xla(call: Call, scalars, arrays) -> jax.Array:
     """big, mid, small of each term, (3 * terms, rows). `arrays` are 1-D and reach to the last row's end."""
     size = call.size(arrays[0])
-    whole, rest = divmod(size, call.row)
     s = tuple(scalars[i] for i in range(scalars.size))
+    # Short runs first, then their sums: a CPU adds a run one element after the other, and errors grow with its length.
+    whole, rest = divmod(size, ROW)
     parts = []
     if whole:
         # The slice is the identity where nothing follows the last row.
-        blocks = [x[: whole * call.row].reshape(whole, call.row) for x in arrays]
+        blocks = [x[: whole * ROW].reshape(whole, ROW) for x in arrays]
         mask = None
         if call.ragged:
-            mask = lax.broadcasted_iota(jnp.int32, (whole, call.row), 1) < jnp.asarray(call.valid)[:, None]
+            valid = np.clip(call.valid[:, None] - np.arange(0, call.row, ROW), 0, ROW).reshape(whole, 1)
+            mask = lax.broadcasted_iota(jnp.int32, (whole, ROW), 1) < jnp.asarray(valid, jnp.int32)
         parts.append(_sum_rows(call, s, blocks, mask))
     if rest:
-        parts.append(_sum_rows(call, s, [x[None, whole * call.row :] for x in arrays], None))
-    return jnp.concatenate(parts, axis=1)
+        parts.append(_sum_rows(call, s, [x[None, whole * ROW :] for x in arrays], None))
+    sums = jnp.concatenate(parts, axis=1)
+    runs = call.row // ROW
+    sums = jnp.pad(sums, ((0, 0), (0, -sums.shape[1] % runs)))
+    return sums.reshape(sums.shape[0], -1, runs).sum(axis=2)
 
 
 def _sum_rows(call: Call, s, blocks, mask) -> jax.Array:

@@ -14,7 +14,9 @@ from tests.pallas_kernels.cases import BACKENDS, CASES, KERNELS, SCALARS, buffer
 SHAPES = [*((n,) for n in (1, 127, 128, 129, 1000, 1024, 1025, 3000)), (), (33, 40), (3, 3, 16, 10)]
 # Every function in every shape takes a minute of compilation: by default adam in every shape, the others in one.
 ORACLE = [
-    pytest.param(name, shape, marks=[] if name == "adam" or shape == (1025,) else pytest.mark.slow, id=f"{name}-{shape}")
+    pytest.param(
+        name, shape, marks=[] if name == "adam" or shape == (1025,) else pytest.mark.slow, id=f"{name}-{shape}"
+    )
     for name in ("sgd", "momentum", "adam")
     for shape in SHAPES
 ]
@@ -95,12 +97,8 @@ def test_x64_mode_changes_nothing(backend, name):
 def test_empty_buffers_launch_nothing(backend, shape):
     w = jnp.zeros(shape)
     with pk.interpret():
-        jaxpr = jax.make_jaxpr(
-            lambda w: pk.elementwise(sgd, SCALARS, [w], [w], emit=[], backend=backend)
-        )(w)
-        updated, emitted = pk.elementwise(
-            lambda s, w: (w, w), SCALARS, [w], emit=[jnp.bfloat16], backend=backend
-        )
+        jaxpr = jax.make_jaxpr(lambda w: pk.elementwise(sgd, SCALARS, [w], [w], emit=[], backend=backend))(w)
+        updated, emitted = pk.elementwise(lambda s, w: (w, w), SCALARS, [w], emit=[jnp.bfloat16], backend=backend)
     assert not jaxpr.eqns
     assert updated[0].shape == emitted[0].shape == shape
     assert emitted[0].dtype == jnp.bfloat16
@@ -139,21 +137,23 @@ def test_early_exit_agrees_with_fn(backend, size):
 
     w, g = normal(0, (size,)), jnp.full((size,), jnp.nan)
     with pk.interpret():
-        (new,), (emitted,) = pk.elementwise(
-            fn, SCALARS + 1, [w], [g], emit=[f32], early_exit=True, backend=backend
-        )
+        (new,), (emitted,) = pk.elementwise(fn, SCALARS + 1, [w], [g], emit=[f32], early_exit=True, backend=backend)
     np.testing.assert_array_equal(new, w)
     np.testing.assert_array_equal(emitted, np.zeros(size))
 
 
 @pytest.mark.parametrize("axes", [(None, 0, None), (None, None, 0), (0, None, None), (0, 0, 0)], ids=str)
-@pytest.mark.parametrize("size", [2100, pytest.param(1000, marks=pytest.mark.slow), pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [2100, pytest.param(1000, marks=pytest.mark.slow), pytest.param(1024, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap(backend, size, axes):
     def step(scalars, w, g):
         return pk.elementwise(sgd, scalars, [w], [g], backend=backend)[0][0]
 
-    arguments = [normal(i, (3,) * (axis == 0) + shape) for i, (axis, shape) in enumerate(zip(axes, [(5,), (size,), (size,)]))]
+    arguments = [
+        normal(i, (3,) * (axis == 0) + shape) for i, (axis, shape) in enumerate(zip(axes, [(5,), (size,), (size,)]))
+    ]
     with pk.interpret():
         got = jax.jit(jax.vmap(step, axes))(*arguments)
     s, w, g = (double(x) if axis == 0 else double(x)[None] for x, axis in zip(arguments, axes))
@@ -197,9 +197,7 @@ def test_derivatives_are_those_of_the_definition(backend, size):
     want = jax.grad(lambda *a: loss("xla", *a), (0, 1, 2, 3))(*arguments)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(
-        forward, sum(np.vdot(x, y) for x, y in zip(want, arguments, strict=True)), rtol=1e-4
-    )
+    np.testing.assert_allclose(forward, sum(np.vdot(x, y) for x, y in zip(want, arguments, strict=True)), rtol=1e-4)
 
 
 def loops(step):
@@ -260,9 +258,7 @@ def test_donated_buffers_are_reused(shape):
 def test_donated_row_buffers_are_reused():
     case = CASES["lars"]
     updated, read = buffers(case, (12800,))
-    step = jax.jit(
-        lambda u, r, rates: pk.elementwise(case.fn, SCALARS, u, r, row_scalars=[rates]), donate_argnums=0
-    )
+    step = jax.jit(lambda u, r, rates: pk.elementwise(case.fn, SCALARS, u, r, row_scalars=[rates]), donate_argnums=0)
     memory = step.lower(updated, read, normal(0, (100,))).compile().memory_analysis()
     assert memory.alias_size_in_bytes == sum(x.nbytes for x in updated)
 
