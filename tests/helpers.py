@@ -7,6 +7,7 @@ knows no buffers, and its norms are those of one leaf.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -379,9 +380,9 @@ ROUNDING = {
 
 
 def largest(tree: Any) -> float:
-    return max(
-        (float(np.max(np.abs(np.asarray(x, np.float64)))) for x in jax.tree.leaves(tree) if np.size(x)), default=0.0
-    )
+    """The largest magnitude in a tree, 0 if it is empty."""
+    sizes = [np.max(np.abs(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree) if np.size(x)]
+    return float(max(sizes, default=0.0))
 
 
 def assert_close(got: Any, want: Any, tolerance: float) -> None:
@@ -430,42 +431,61 @@ def counted(fn: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
 MODES = ("update", "apply", "flat_update", "flat_apply")
 
 
-def final_params(tx: Any, mode: str, params: Any, stacked: Any, *, pack_with: Any = None, state: Any = None) -> Any:
-    """The parameters, as a tree, after one jitted scan over gradients with a leading axis, in one of `MODES`."""
-    flat = mode.startswith("flat")
+@functools.cache
+def problem(steps: int = 100) -> tuple[Any, Any]:
+    """`RAGGED` parameters, and gradients with a leading axis."""
+    params = ragged()
+    return params, gradients(params, steps)
 
-    def run(params, state, stacked):
-        def body(carry, g):
-            p, s = carry
-            if flat:
-                g = fusedopt.pack(g, pack_with, packing=None if pack_with is not None else tx.optimizer.packing)
-            if mode.endswith("apply"):
-                return tx.apply(g, s, p), None
-            u, s = tx.update(g, s, p)
-            return (optax.apply_updates(p, u), s), None
 
-        (params, state), _ = jax.lax.scan(body, (params, state), stacked)
-        return params, state
+@functools.cache
+def flat_runs(name: str) -> dict[float, Any]:
+    """Learning rate -> the parameters after the steps of `problem`, by `apply` on FlatParams: one compiled program."""
+    params, grads = problem()
+    c = case(name)
+    tx = c.make(1e-2)
+    flat = fusedopt.pack(params, tx)
+    flat_grads = jax.vmap(lambda g: fusedopt.pack(g, tx))(grads)
+    run = scan_steps(tx, "apply")
+    out = {}
+    for learning_rate in (1e-2, c.large_lr):
+        state = tx.set_hyperparams(tx.init(flat), learning_rate=learning_rate)
+        out[learning_rate] = run(flat, state, flat_grads)[0].tree
+    assert run._cache_size() == 1
+    return out
 
+
+def final_params(tx: Any, mode: str, params: Any, stacked: Any, *, pack_with: Any = None) -> Any:
+    """The parameters, as a tree, after one jitted scan over gradients with a leading axis, in one of `MODES`.
+
+    FlatParams are packed with the packing of `tx`, or for `pack_with`.
+    """
     start = jax.tree.map(jnp.asarray, params)
-    if flat:
-        start = fusedopt.pack(params, pack_with, packing=None if pack_with is not None else tx.optimizer.packing)
-    state = tx.init(start) if state is None else state
-    out, _ = jax.jit(run)(start, state, stacked)
-    return out.tree if flat else out
+    if mode.startswith("flat"):
+        options = (pack_with,) if pack_with is not None else ()
+        packing = None if pack_with is not None else tx.optimizer.packing
+        start = fusedopt.pack(start, *options, packing=packing)
+        stacked = jax.vmap(lambda g: fusedopt.pack(g, *options, packing=packing))(stacked)
+    out, _ = scan_steps(tx, mode)(start, tx.init(start), stacked)
+    return out.tree if mode.startswith("flat") else out
+
+
+@functools.lru_cache(maxsize=32)
+def scan_steps(tx: Any, mode: str = "update") -> Callable[..., Any]:
+    """Jitted `(params, state, stacked gradients) -> (params, state)`, one step for each slice of the leading axis."""
+
+    def body(carry, g):
+        params, state = carry
+        if mode.endswith("apply"):
+            return tx.apply(g, state, params), None
+        updates, state = tx.update(g, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return jax.jit(lambda params, state, stacked: jax.lax.scan(body, (params, state), stacked)[0])
 
 
 def optax_params(tx: Any, params: Any, stacked: Any) -> Any:
-    """The same for an optax optimizer."""
-
-    def run(params, state, stacked):
-        def body(carry, g):
-            p, s = carry
-            u, s = tx.update(g, s, p)
-            return (optax.apply_updates(p, u), s), None
-
-        return jax.lax.scan(body, (params, state), stacked)[0][0]
-
+    """The parameters after the same steps of an optax optimizer."""
     with standard_promotion():
         params = jax.tree.map(jnp.asarray, params)
-        return jax.jit(run)(params, tx.init(params), stacked)
+        return scan_steps(tx)(params, tx.init(params), stacked)[0]
