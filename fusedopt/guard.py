@@ -35,16 +35,18 @@ def _is_float(x: Any) -> bool:
     return isinstance(x, float) if dtype is None else jnp.issubdtype(dtype, jnp.floating)
 
 
-def zero_or_nan(g: jax.Array, unscale: jax.Array | None = None, *, squared: bool = False) -> jax.Array:
-    """0 if all of ``g * unscale`` (squared: its square) is finite, NaN otherwise. 0-d, one read.
+def zero_or_nan(
+    g: jax.Array, unscale: jax.Array | None = None, *, squared: bool = False, dtype: Any = None
+) -> jax.Array:
+    """0 if all of ``g * unscale`` (squared: its square) is finite in `dtype`, NaN otherwise. 0-d, one read.
 
     A sum, because XLA on CPU drops NaN in large max reductions and vectorises none of the
     boolean ones. Squared, float32 gradients above 1.8446743e19 count as infinite.
     """
-    dtype = slot_dtype(g.dtype) if unscale is None else unscale.dtype
+    dtype = slot_dtype(g.dtype) if dtype is None else dtype
     x = g.astype(dtype)
     if unscale is not None:
-        x = x * unscale
+        x = x * unscale.astype(dtype)
     if squared:
         x = x * x
     return jnp.sum(x * jnp.zeros((), dtype))

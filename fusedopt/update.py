@@ -15,6 +15,7 @@ from fusedopt.guard import any_nan, zero_or_nan
 from fusedopt.layout import Bucket, FlatLayout
 from fusedopt.operands import close_operands, open_operands, restore
 from fusedopt.optimizer import FusedState, Optimizer
+from fusedopt.packing import slot_dtype
 from fusedopt.rules import Rule
 from fusedopt.rules.base import NEGATIVE_ZERO
 from fusedopt.scalars import callers_flag, of_group, scalar_vectors, scalars_key, unscale_factor, values_dtype
@@ -112,8 +113,8 @@ def _norms(opt, layout, g, p, values, unscale) -> dict[Bucket, jax.Array]:
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
         scalars = jnp.stack([one if unscale is None else unscale, zero if wd is None else wd])
 
-        def measured(s, w, g, dtype=dtype):
-            return opt.rule.measured(SimpleNamespace(wd=s[1]), g.astype(dtype) * s[0], w.astype(dtype))
+        def measured(s, w, g, dtype=dtype, own=slot_dtype(b.dtype)):
+            return opt.rule.measured(SimpleNamespace(wd=s[1]), g.astype(own).astype(dtype) * s[0], w.astype(dtype))
 
         sums = pallas_kernels.segment_sumsq(
             measured,
@@ -136,7 +137,8 @@ def _nonfinite(opt, layout, g, norms, unscale) -> jax.Array:
             zeros.append(zero_or_nan(norms[b][1]))
         elif g.buckets[i] is not None:
             squared = opt.rule_of(b).squares_gradient and not b.frozen
-            zeros.append(zero_or_nan(g.buckets[i], unscale, squared=squared))
+            # In the dtype of the formula: float64 gradients of a float32 parameter may overflow there.
+            zeros.append(zero_or_nan(g.buckets[i], unscale, squared=squared, dtype=slot_dtype(b.dtype)))
     return any_nan(zeros)
 
 

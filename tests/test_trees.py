@@ -93,7 +93,6 @@ EMPTY = {
 def test_r98_r109_trees_without_elements(tree, name):
     tx, params = case(name).make(LR), jax.tree.map(jnp.asarray, EMPTY[tree])
 
-    @jax.jit
     def three_steps(params):
         updates, state = tx.update(params, tx.init(params), params)
         out, state = tx.apply(params, state, params)
@@ -116,7 +115,7 @@ def test_r107_an_empty_leaf_anywhere_hides_no_other(name, solo_from):
         params = [jnp.ones((1, 8)), jnp.ones((2, 3))]
         params.insert(position, jnp.zeros((1, 0)))
         trees.append(params)
-    for params, updates in zip(trees, jax.jit(lambda ps: [tx.update(p, tx.init(p), p)[0] for p in ps])(trees)):
+    for params, updates in zip(trees, [tx.update(p, tx.init(p), p)[0] for p in trees]):
         for u, p in zip(updates, params, strict=True):
             assert u.shape == p.shape
             assert np.all(np.asarray(u) < 0)
@@ -153,10 +152,9 @@ def test_r139_odd_sizes_equal_each_leaf_alone(dtype):
     params = [jnp.asarray(normal((n, 1), i)).astype(dtype) for i, n in enumerate(sizes)]
     grads = [jnp.asarray(normal((n, 1), 50 + i)).astype(dtype) for i, n in enumerate(sizes)]
     tx = fusedopt.adamw(LR, weight_decay=0.1)
-    step = jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])
-    together = step(grads, params)
+    together = tx.update(grads, tx.init(params), params)[0]
     for i in (0, 2, 6, 9):
-        alone = step([grads[i]], [params[i]])[0]
+        alone = tx.update([grads[i]], tx.init([params[i]]), [params[i]])[0][0]
         # XLA contracts products and sums differently in vectors and in their remainders: one rounding.
         assert_close(together[i], alone, ROUNDING[np.dtype(dtype)])
 
@@ -186,8 +184,7 @@ def test_r95_integers_and_booleans_stay(name):
     params, grads = carried()
     tx = case(name).make(LR)
 
-    @jax.jit
-    def both(params):  # float0 gradients are NumPy arrays and no argument of a jitted function
+    def both(params):
         updates, state = tx.update(grads, tx.init(params), params)
         return optax.apply_updates(params, updates), tx.apply(grads, tx.init(params), params)[0], state
 
@@ -282,16 +279,11 @@ def test_r94_no_gradient_is_not_a_zero_gradient(name, solo_from, in_place):
         updates, state = tx.update(grads, state, params)
         return updates, optax.apply_updates(params, updates), state
 
-    # Two programs: in one, XLA may compute the first step twice, and not to the same bit.
-    _, before, state = jax.jit(step)(ones, tx.init(params), params)
-    other = {"other": params["other"]}
-    _, alone, alone_state = jax.jit(step)({"other": ones["other"]}, tx.init(other), other)
-
-    @jax.jit
-    def second(state, before, alone_state, alone):
-        return *step(grads, state, before), step({"other": ones["other"]}, alone_state, alone)[1]
-
-    updates, after, new, alone = second(state, before, alone_state, alone)
+    _, before, state = step(ones, tx.init(params), params)
+    updates, after, new = step(grads, state, before)
+    other, ones = {"other": params["other"]}, {"other": ones["other"]}
+    _, alone, alone_state = step(ones, tx.init(other), other)
+    alone = step(ones, alone_state, alone)[1]
     if not in_place:
         assert_equal(updates["absent"], jnp.zeros((3, 5)))
     assert_equal(after["absent"], before["absent"])
@@ -337,12 +329,11 @@ def test_r94_none_beside_a_nan_keeps_everything():
 
 def test_r116_a_leaf_that_gets_gradients_late_has_the_common_count():
     params = {"early": jnp.ones((1, 2)), "late": jnp.ones((1, 2))}
-    tx, state = fusedopt.adam(1.0), None
-    step = jax.jit(tx.update)
+    tx = fusedopt.adam(1.0)
     state = tx.init(params)
     for t in range(11):
         grads = {"early": jnp.ones((1, 2)), "late": jnp.ones((1, 2)) if t == 10 else None}
-        updates, state = step(grads, state, params)
+        updates, state = tx.update(grads, state, params)
     assert int(state.count) == 11
     np.testing.assert_allclose(updates["early"], -1.0, rtol=1e-5)
     m, v = 0.1 / (1 - 0.9**11), 0.001 / (1 - 0.999**11)
