@@ -12,11 +12,16 @@ import pallas_kernels as pk
 from tests.pallas_kernels.cases import BACKENDS, CASES, KERNELS, SCALARS, buffers, close, double, f32, normal, sgd
 
 SHAPES = [*((n,) for n in (1, 127, 128, 129, 1000, 1024, 1025, 3000)), (), (33, 40), (3, 3, 16, 10)]
-# Every function in every shape takes a minute of compilation: by default adam in every shape, the others in one.
+QUICK = [(1,), (129,), (1024,), (3000,), (), (33, 40)]
+
+
+def slow_unless(quick, *values, **kwargs):
+    """Each case compiles for half a second: `make test` runs a choice of them, `make test-all` runs all."""
+    return pytest.param(*values, marks=[] if quick else pytest.mark.slow, **kwargs)
+
+
 ORACLE = [
-    pytest.param(
-        name, shape, marks=[] if name == "adam" or shape == (1025,) else pytest.mark.slow, id=f"{name}-{shape}"
-    )
+    slow_unless(shape in QUICK if name == "adam" else shape == (1025,), name, shape, id=f"{name}-{shape}")
     for name in ("sgd", "momentum", "adam")
     for shape in SHAPES
 ]
@@ -56,8 +61,8 @@ def test_low_precision_buffers_round_once(backend, dtype):
     check(case, updated, read, run(case, updated, read, backend))
 
 
-@pytest.mark.parametrize("row", [128, 256, 512, 1024])
-@pytest.mark.parametrize("rows", [5, pytest.param(1, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("row", [slow_unless(row in (128, 1024), row) for row in (128, 256, 512, 1024)])
+@pytest.mark.parametrize("rows", [slow_unless(rows == 5, rows) for rows in (1, 5, 16)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_row_scalars(backend, rows, row):
     case = CASES["lars"]
@@ -78,7 +83,7 @@ def test_float64(backend):
         np.testing.assert_allclose(new, np.asarray(w) - 0.1 * np.asarray(g), rtol=1e-15, atol=1e-16)
 
 
-@pytest.mark.parametrize("name", ["adam", "lars"])
+@pytest.mark.parametrize("name", ["momentum", "lars"])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_x64_mode_changes_nothing(backend, name):
     case = CASES[name]
@@ -143,17 +148,14 @@ def test_early_exit_agrees_with_fn(backend, size):
 
 
 @pytest.mark.parametrize("axes", [(None, 0, None), (None, None, 0), (0, None, None), (0, 0, 0)], ids=str)
-@pytest.mark.parametrize(
-    "size", [2100, pytest.param(1000, marks=pytest.mark.slow), pytest.param(1024, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size", [slow_unless(size == 2100, size) for size in (1000, 1024, 2100)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap(backend, size, axes):
     def step(scalars, w, g):
         return pk.elementwise(sgd, scalars, [w], [g], backend=backend)[0][0]
 
-    arguments = [
-        normal(i, (3,) * (axis == 0) + shape) for i, (axis, shape) in enumerate(zip(axes, [(5,), (size,), (size,)]))
-    ]
+    shapes = [(5,), (size,), (size,)]
+    arguments = [normal(i, (3,) * (axes[i] == 0) + shapes[i]) for i in range(3)]
     with pk.interpret():
         got = jax.jit(jax.vmap(step, axes))(*arguments)
     s, w, g = (double(x) if axis == 0 else double(x)[None] for x, axis in zip(arguments, axes))
@@ -183,7 +185,7 @@ def test_vmap_with_emitted_and_row_scalars(backend):
     close(update, u)
 
 
-@pytest.mark.parametrize("size", [1100, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [slow_unless(size == 1100, size) for size in (1024, 1100)])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_derivatives_are_those_of_the_definition(backend, size):
     def loss(backend, scalars, w, m, g):
@@ -222,7 +224,7 @@ def loops(step):
     return scan, while_loop, cond, remat
 
 
-@pytest.mark.parametrize("jit", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "eager"])
+@pytest.mark.parametrize("jit", [slow_unless(True, jax.jit, id="jit"), slow_unless(False, lambda f: f, id="eager")])
 @pytest.mark.parametrize("loop", [0, 1, 2, 3], ids=["scan", "while", "cond", "remat"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_control_flow(backend, loop, jit):
@@ -289,12 +291,12 @@ ERRORS = {
     "shape": (dict(read=[jnp.ones(5)]), ValueError, r"`read\[0\]` has shape \(5,\), expected \(4,\)"),
     "dtype": (dict(read=[jnp.ones(4, jnp.int32)]), TypeError, r"`read\[0\]` has dtype int32, expected one of bfloat16"),
     "emit": (dict(emit=[jnp.int32]), TypeError, r"`emit\[0\]` has dtype int32"),
-    "scalars shape": (dict(scalars=jnp.ones((17,))), ValueError, r"`scalars` has shape \(17,\), expected \(k,\) with k <= 16"),
+    "scalars shape": (dict(scalars=jnp.ones((17,))), ValueError, r"`scalars` has shape \(17,\), expected \(k,\)"),
     "scalars dtype": (dict(scalars=jnp.ones((1,), jnp.bfloat16)), TypeError, "`scalars` has dtype bfloat16"),
     "row": (dict(row=100), ValueError, "`row` must be 128, 256, 512 or 1024, got 100"),
     "row buffers": (dict(row_scalars=[jnp.ones(1)]), ValueError, r"multiple of row=128 elements, got shape \(4,\)"),
     "outputs": (dict(emit=[f32]), ValueError, r"`fn` must return 2 arrays \(updated \+ emit\), got 1"),
-    "backend": (dict(backend="cuda"), ValueError, "`backend` must be None or one of 'mosaic', 'triton', 'xla', got 'cuda'"),
+    "backend": (dict(backend="cuda"), ValueError, "`backend` must be None or one of 'mosaic', .*, got 'cuda'"),
 }  # fmt: skip
 
 
