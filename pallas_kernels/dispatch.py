@@ -159,6 +159,8 @@ def _objection(backend: Backend, arrays: Sequence[Any]) -> str:
             return f"takes at most 2**31 - 1 elements, got {x.size}"
         if backend == "mosaic" and np.dtype(x.dtype).itemsize > 4:
             return f"takes no {x.dtype} arrays"
+        if backend == "mosaic" and isinstance(x, jax.core.Tracer) and jax.typeof(x).mat.varying:
+            return "takes no arrays of a shard_map with check_vma=True"
     return ""
 
 

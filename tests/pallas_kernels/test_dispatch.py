@@ -124,6 +124,26 @@ def test_mosaic_leaves_float64_and_tails_to_the_next():
         assert "mosaic" in lowered(jax.ShapeDtypeStruct((1024,), np.float32)).lower()
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map(check_vma):
+    """Mosaic's refs cannot vary over the axes of a checked shard_map: there the next backend takes over."""
+    mesh = mesh_of("NVIDIA H200")
+    chosen = []
+
+    def local(scalars, w):
+        chosen.append(pk.resolve_backend(None, [w]))
+        pk.norm(pk.segment_sumsq(lambda s, w: (w,), scalars, [w], (2048,)))
+        return step(scalars, w)
+
+    with use_abstract_mesh(mesh):
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x"), check_vma=check_vma)
+        w = jax.ShapeDtypeStruct((2048,), np.float32, sharding=NamedSharding(mesh, P("x")))
+        scalars = jax.ShapeDtypeStruct((2,), np.float32, sharding=NamedSharding(mesh, P()))
+        text = jax.jit(sharded).trace(scalars, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert chosen == ["triton" if check_vma else HOPPER]
+    assert "my_step" in text
+
+
 def step(scalars, w):
     return pk.elementwise(sgd, scalars, [w], [w], name="my_step")[0][0]
 
