@@ -23,7 +23,18 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     in, trees out, each update in its parameter's dtype.
 
     ``apply(grads, state, params, **extra) -> (params, state)`` is the same step without the tree
-    of updates; jitted with ``donate_argnums`` for state and params it writes in place.
+    of updates. Inside a jitted function that donates params and state it writes in place:
+
+    ```python
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def train_step(params, state, batch):
+        grads = jax.grad(loss_fn)(params, batch)
+        return tx.apply(grads, state, params)
+    ```
+
+    Take params and state in the order in which you return them: JAX hands a donated buffer to the
+    first result of its shape, so ``jax.jit(tx.apply, donate_argnums=(1, 2))`` would give the
+    parameters the memory of the moments, and XLA would copy to put that right.
 
     Both take FlatParams for gradients and parameters, and as ``extra``:
       loss_scale: the gradients are divided by it; 0 counts as 1, inf and NaN skip the step.
