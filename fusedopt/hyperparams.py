@@ -38,6 +38,7 @@ class Hyperparam:
     value: Any  # Python number, 0-d array or tracer, or a schedule: count -> value
     low: float = 0.0
     high: float = math.inf
+    open_low: bool = False
     open_high: bool = False
     decay: bool = False
 
@@ -67,10 +68,11 @@ def check(h: Hyperparam, value: Any) -> None:
     """
     if is_number(value):
         number = float(value)
-        inside = h.low <= number and (number < h.high if h.open_high else number <= h.high)
-        if not inside or not math.isfinite(number):
-            bracket = ")" if h.open_high or h.high == math.inf else "]"
-            raise ValueError(f"`{h.name}`: expected a number in [{h.low:g}, {h.high:g}{bracket}, got {value!r}")
+        above = number > h.low if h.open_low else number >= h.low
+        below = number < h.high if h.open_high else number <= h.high
+        if not (above and below and math.isfinite(number)):
+            left, right = "(" if h.open_low else "[", ")" if h.open_high or h.high == math.inf else "]"
+            raise ValueError(f"`{h.name}`: expected a number in {left}{h.low:g}, {h.high:g}{right}, got {value!r}")
         return
     if callable(value) and not hasattr(value, "dtype"):
         return
@@ -84,6 +86,15 @@ def check(h: Hyperparam, value: Any) -> None:
             f"`{h.name}` arrives as {dtype}, in which 0.999 is 1.0: pass it in float32, with "
             "optax.inject_hyperparams by `hyperparam_dtype=jnp.float32`"
         )
+
+
+def _given(h: Hyperparam, count: jax.Array) -> Any:
+    """The factory's value at a count; what a schedule returns is checked like any other value."""
+    if not h.is_schedule:
+        return h.value
+    value = h.value(count)
+    check(h, value)
+    return value
 
 
 def _stored(h: Hyperparam, value: Any, dtype: Any) -> jax.Array:
@@ -108,8 +119,8 @@ class Hyperparams:
 
     def init(self, dtype: Any) -> jax.Array:
         """The vector of a new state, shape ``(len(items),)``: the values of the first step."""
-        zero = jnp.zeros((), jnp.int32)
-        return self._stack([_stored(h, h.value(zero) if h.is_schedule else h.value, dtype) for h in self.items], dtype)
+        count = jnp.zeros((), jnp.int32)
+        return self._stack([_stored(h, _given(h, count), dtype) for h in self.items], dtype)
 
     def resolve(
         self, vector: jax.Array, count: jax.Array, overrides: Mapping[str, Any]
@@ -117,14 +128,7 @@ class Hyperparams:
         """Values of this step by name (`Decay` pairs for decays), and the vector to store."""
         dtype, values, stored = vector.dtype, {}, []
         for i, h in enumerate(self.items):
-            if h.is_schedule:
-                value = h.value(count)
-                check(h, value)
-                own = _stored(h, value, dtype)
-            elif h.is_constant:
-                own = vector[i]
-            else:
-                own = _stored(h, h.value, dtype)
+            own = vector[i] if h.is_constant else _stored(h, _given(h, count), dtype)
             stored.append(own)
             override = overrides.get(h.name)
             if override is not None:
@@ -174,21 +178,22 @@ def bias_correction(decay: Decay, t: jax.Array) -> jax.Array:
     """``1 - b**t`` to 2e-7 relative in float32, for any t >= 1 (0-d, the dtype of `decay`).
 
     Computed as ``-expm1(t * log1p(-(1-b)))``: ``1 - b**t`` itself loses all digits when b is
-    close to 1. The series below serve where float32 `log1p` and `expm1` are a few ulp off.
+    close to 1. The series below serve where float32 `log1p` and `expm1` are a few ulp off; each
+    is written as its first term and the rest, so that it rounds once.
     """
     c = decay.complement
     t = t.astype(c.dtype)
     if c.dtype != jnp.float32:
         return -jnp.expm1(t * jnp.log1p(-c))
-    series = jnp.zeros_like(c)
-    for k in range(10, 0, -1):  # sum of c**k / (k + 1), the error below 0.125**10 / 11
-        series = c * series + np.float32(1 / k)
-    log = jnp.where(c <= 0.125, -c * series, jnp.log1p(-c))
+    tail = jnp.zeros_like(c)
+    for k in range(10, 1, -1):  # c/2 + c**2/3 + ...: log1p(-c) = -(c + c*tail), the error below 0.125**10 / 11
+        tail = c * (np.float32(1 / k) + tail)
+    log = jnp.where(c <= 0.125, -(c + c * tail), jnp.log1p(-c))
     x = t * log
-    series = jnp.ones_like(x)
-    for k in range(10, 1, -1):  # sum of x**k / (k + 1)!
-        series = np.float32(1) + x * series / np.float32(k)
-    return -jnp.where(x >= -0.5, x * series, jnp.expm1(x))
+    tail = jnp.zeros_like(x)
+    for k in range(10, 1, -1):  # x/2! + x**2/3! + ...: expm1(x) = x + x*tail
+        tail = x * (np.float32(1) + tail) / np.float32(k)
+    return -jnp.where(x >= -0.5, x + x * tail, jnp.expm1(x))
 
 
 HyperparamFactory = Callable[..., Hyperparam]

@@ -252,7 +252,7 @@ def lars(
         Hyperparam("eps", eps),
     ]
     if trust_ratio == "paper":
-        items.append(Hyperparam("max_trust_ratio", max_trust_ratio))
+        items.append(Hyperparam("max_trust_ratio", max_trust_ratio, open_low=True))
         plain: Rule = Sgd(momentum=True, nesterov=nesterov)
     else:
         plain = Lars(form="optax", nesterov=nesterov, trust=False)
