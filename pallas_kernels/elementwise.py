@@ -63,7 +63,7 @@ def elementwise(
     Raises:
         ValueError: shapes, counts or `backend` that do not fit. TypeError: dtypes that do not fit.
     """
-    updated, read, row_scalars = tuple(updated), tuple(read), tuple(row_scalars)
+    updated, read, row_scalars = (tuple(map(jnp.asarray, xs)) for xs in (updated, read, row_scalars))
     scalars = jnp.asarray(scalars)
     emit = tuple(np.dtype(dtype) for dtype in emit)
     buffers = _check(scalars, updated, read, emit, row_scalars, row)

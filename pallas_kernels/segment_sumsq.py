@@ -82,7 +82,7 @@ def segment_sumsq(
     Raises:
         ValueError: shapes, sizes or `backend` that do not fit. TypeError: dtypes that do not fit.
     """
-    arrays, sizes, scalars = tuple(arrays), tuple(map(int, sizes)), jnp.asarray(scalars)
+    arrays, sizes, scalars = tuple(map(jnp.asarray, arrays)), tuple(map(int, sizes)), jnp.asarray(scalars)
     solo = _check(scalars, arrays, sizes, row)
     refused: dict[Backend, str] = {}
     if solo and backend is None:
