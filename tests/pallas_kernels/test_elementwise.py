@@ -85,7 +85,8 @@ def test_float64(backend):
 
 @pytest.mark.parametrize("name", ["momentum", "lars"])
 @pytest.mark.parametrize("backend", KERNELS)
-def test_x64_mode_changes_nothing(backend, name):
+def test_x64_mode_keeps_dtypes_and_values(backend, name):
+    """The compiler sees other loop counters and may contract other multiply-adds: one rounding."""
     case = CASES[name]
     updated, read = buffers(case, (1280,))
     kwargs = dict(row_scalars=[normal(7, (10,))]) if case.rates else {}
@@ -94,7 +95,7 @@ def test_x64_mode_changes_nothing(backend, name):
         after = run(case, updated, read, backend, **kwargs)
     for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+        np.testing.assert_allclose(x, y, rtol=2e-7, atol=2e-7)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0, 2)])
