@@ -440,7 +440,7 @@ def problem(steps: int = 100) -> tuple[Any, Any]:
 
 @functools.cache
 def flat_runs(name: str) -> dict[float, Any]:
-    """Learning rate -> the parameters after the steps of `problem`, by `apply` on FlatParams: one compiled program."""
+    """Learning rate -> (FlatParams, state) after the steps of `problem`, by `apply`: one compiled program."""
     params, grads = problem()
     c = case(name)
     tx = c.make(1e-2)
@@ -450,7 +450,7 @@ def flat_runs(name: str) -> dict[float, Any]:
     out = {}
     for learning_rate in (1e-2, c.large_lr):
         state = tx.set_hyperparams(tx.init(flat), learning_rate=learning_rate)
-        out[learning_rate] = run(flat, state, flat_grads)[0].tree
+        out[learning_rate] = run(flat, state, flat_grads)
     assert run._cache_size() == 1
     return out
 

@@ -257,8 +257,14 @@ def one_step(name, form):
     return out, len(traces)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lars"])
-@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(n, f, marks=() if n == "adamw" or f == "array" else pytest.mark.slow)
+        for n in NUMBERS
+        for f in FORMS[1:]
+    ],
+)
 def test_every_hyperparameter_may_come_in_every_form_with_one_trace(name, form):
     want, _ = one_step(name, "float")
     got, traces = one_step(name, form)

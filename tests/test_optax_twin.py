@@ -11,7 +11,7 @@ import pytest
 import fusedopt
 from tests.helpers import OPTIMIZERS, assert_close, case, flat_runs, optax_params, problem, standard_promotion
 
-FAST = ("momentum", "adam_l2", "adamw", "adamw_eps_inside", "lars_no_decay", "lars_optax_nesterov")
+FAST = ("momentum", "adamw", "adamw_eps_inside", "lars_optax_nesterov")  # the others with `-m slow`
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ FAST = ("momentum", "adam_l2", "adamw", "adamw_eps_inside", "lars_no_decay", "la
 )
 def test_100_steps_end_where_the_optax_twin_does(name):
     params, grads = problem()
-    got = flat_runs(name)[1e-2]
+    got = flat_runs(name)[1e-2][0].tree
     # Two float32 runs, each within a few roundings a step of the exact one; optax's own bias corrections are 1.3e-5
     # off in the first step and add about 1e-7 of the parameters in 100 steps at this learning rate.
     assert_close(got, optax_params(case(name).twin(1e-2), params, grads), 1e-6)
