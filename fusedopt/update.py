@@ -108,6 +108,11 @@ def _norms(opt, layout, g, p, values, unscale) -> dict[Bucket, jax.Array]:
     for i, b in enumerate(layout.buckets):
         if b.frozen or not b.trust:
             continue
+        if opt.backend == "mosaic" and not b.solo and layout.align != pallas_kernels.BLOCK:
+            raise ValueError(
+                f"`backend`='mosaic' takes norms of whole blocks: pack with packing=fusedopt.Packing("
+                f"align={pallas_kernels.BLOCK}), got align={layout.align}, or leave `backend` to the device"
+            )
         wd = of_group(values, b)["weight_decay"] if b.decays else None
         dtype = values_dtype(values)
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
