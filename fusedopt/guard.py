@@ -38,10 +38,11 @@ def _is_float(x: Any) -> bool:
 def zero_or_nan(
     g: jax.Array, unscale: jax.Array | None = None, *, squared: bool = False, dtype: Any = None
 ) -> jax.Array:
-    """0 if all of ``g * unscale`` (squared: its square) is finite in `dtype`, NaN otherwise. 0-d, one read.
+    """0 if all of ``g * unscale`` (squared: its square) is finite in `dtype`, else NaN or infinite. 0-d, one read.
 
     A sum, because XLA on CPU drops NaN in large max reductions and vectorises none of the
-    boolean ones. Squared, float32 gradients above 1.8446743e19 count as infinite.
+    boolean ones; of x - x, because it makes a dot product out of a sum of x * 0, and for that a
+    buffer of zeros as large as x. Squared, float32 gradients above 1.8446743e19 count as infinite.
     """
     dtype = slot_dtype(g.dtype) if dtype is None else dtype
     x = g.astype(dtype)
@@ -49,11 +50,11 @@ def zero_or_nan(
         x = x * unscale.astype(dtype)
     if squared:
         x = x * x
-    return jnp.sum(x * jnp.zeros((), dtype))
+    return jnp.sum(x - x)
 
 
 def any_nan(zeros: Sequence[jax.Array]) -> jax.Array:
-    """Whether any of the `zero_or_nan` results is NaN."""
+    """Whether any of the `zero_or_nan` results is not finite."""
     total = jnp.zeros((), jnp.float32)
     for zero in zeros:
         total = total + zero.astype(jnp.float32)

@@ -275,6 +275,16 @@ def test_r64_odd_bits_survive_a_skip(mode):
     assert_skipped(mode, start, state, out, after)
 
 
+def test_subnormal_moments_are_flushed_by_a_skipped_step_as_by_any_other():
+    """XLA on CPU makes no subnormal results, so only a restored state can hold such moments."""
+    tx, params = fusedopt.sgd(0.1, momentum=0.9), {"w": jnp.ones((1, 3))}
+    small = np.zeros(1024, np.float32)
+    small[:3] = 1e-40, -1e-40, 1.2e-38
+    state = tx.init(params)._replace(mu=(jnp.asarray(small),))
+    _, after = tx.update({"w": jnp.full((1, 3), NAN)}, state, params)
+    assert_equal(np.asarray(after.mu[0])[:3], np.array([0.0, -0.0, 1.2e-38], np.float32))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_r64_every_value_of_16_bits_survives_a_skip(dtype):
     every = np.arange(2**16, dtype=np.uint16).view(dtype)
