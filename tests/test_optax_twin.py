@@ -11,7 +11,7 @@ import pytest
 import fusedopt
 from tests.helpers import OPTIMIZERS, assert_close, case, flat_runs, optax_params, problem, standard_promotion
 
-FAST = ("momentum", "adamw", "adamw_eps_inside", "lars_optax_nesterov")  # the others with `-m slow`
+FAST = ("adamw", "lars_optax_nesterov")  # the others with `-m slow`
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ OWN_MASK = {
 
 
 @pytest.mark.parametrize("optimizer", OWN_MASK)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", [pytest.param(m, marks=() if m == "tree" else pytest.mark.slow) for m in MASKS])
 def test_an_optax_mask_means_the_same_to_both(optimizer, mask):
     params = {"w": row(1.0, 2.0), "b": jnp.array([3.0, 1.0])}
     grads = jax.tree.map(lambda x: x * x - 0.5, params)
