@@ -190,10 +190,12 @@ def bias_correction(decay: Decay, t: jax.Array) -> jax.Array:
         tail = c * (np.float32(1 / k) + tail)
     log = jnp.where(c <= 0.125, -(c + c * tail), jnp.log1p(-c))
     x = t * log
+    # The series must not overflow where it is not used either: its derivative would be 0 * inf.
+    near = jnp.where(x >= -0.5, x, jnp.zeros_like(x))
     tail = jnp.zeros_like(x)
     for k in range(10, 1, -1):  # x/2! + x**2/3! + ...: expm1(x) = x + x*tail
-        tail = x * (np.float32(1) + tail) / np.float32(k)
-    return -jnp.where(x >= -0.5, x + x * tail, jnp.expm1(x))
+        tail = near * (np.float32(1) + tail) / np.float32(k)
+    return -jnp.where(x >= -0.5, near + near * tail, jnp.expm1(x))
 
 
 HyperparamFactory = Callable[..., Hyperparam]
