@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import jax
@@ -18,9 +19,13 @@ SHAPES = {"fc": {"kernel": (3, 5), "bias": (5,)}, "conv": {"kernel": (2, 2, 1, 3
 PACKING = Packing(solo_from=1000)
 
 
-def params_and_flat(tx=None, packing=PACKING):
+@functools.cache
+def params_and_flat():
     params = jax.tree.map(jnp.asarray, filled(SHAPES))
-    return params, fusedopt.pack(params, tx, packing=packing)
+    return params, jax.jit(lambda p: fusedopt.pack(p, packing=PACKING))(params)
+
+
+tree_of = jax.jit(lambda flat: flat.tree)
 
 
 def loss(tree):
@@ -34,8 +39,8 @@ def loss(tree):
 @pytest.mark.parametrize("packing", [Packing(), Packing(solo_from=100, align=256)])
 def test_the_tree_comes_back_bit_for_bit(packing):
     params = ragged()
-    flat = fusedopt.pack(params, packing=packing)
-    assert_equal(flat.tree, jax.tree.map(jnp.asarray, params))
+    flat = jax.jit(lambda p: fusedopt.pack(p, packing=packing))(params)
+    assert_equal(tree_of(flat), jax.tree.map(jnp.asarray, params))
     assert [x.shape for x in flat.buckets] == [b.shape for b in flat.layout.buckets]
     for buffer, bucket in zip(flat.buckets, flat.layout.buckets, strict=True):
         used = np.zeros(buffer.size, bool)
@@ -100,10 +105,10 @@ def test_pack_works_under_eval_shape_jit_and_vmap():
     assert [x.shape for x in abstract.buckets] == [x.shape for x in flat.buckets]
     assert_equal(jax.jit(make)(params), flat)
     stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
-    batch = jax.vmap(make)(stacked)
+    batch = jax.jit(jax.vmap(make))(stacked)
     assert batch.layout is flat.layout
-    assert_equal(batch.tree, stacked)  # leading axes stay in front
-    assert_equal(jax.vmap(lambda f: f.tree)(batch), stacked)
+    assert_equal(tree_of(batch), stacked)  # leading axes stay in front
+    assert_equal(jax.jit(jax.vmap(lambda f: f.tree))(batch), stacked)
 
 
 # ------------------------------------------------------------------------------ differentiation
@@ -117,23 +122,23 @@ def test_gradients_arrive_flat_and_equal_those_of_the_tree():
     assert grads.layout is flat.layout
     # The same operations in another program: a few roundings.
     np.testing.assert_allclose(value, want_value, rtol=5e-7)
-    assert_close(grads.tree, want, 5e-7)
-    assert_equal(grads, fusedopt.pack(grads.tree, packing=PACKING))  # padding: no gradient
+    assert_close(tree_of(grads), want, 5e-7)
+    assert_equal(grads, jax.jit(lambda c: fusedopt.pack(c.tree, packing=PACKING))(grads))  # padding: no gradient
 
 
 def test_an_unused_leaf_has_a_gradient_of_zero():
     _, flat = params_and_flat()
-    grads = jax.grad(lambda f: jnp.sum(f.tree["fc"]["kernel"]))(flat)
-    np.testing.assert_array_equal(grads.tree["big"], 0.0)
-    np.testing.assert_array_equal(grads.tree["fc"]["kernel"], 1.0)
+    grads = tree_of(jax.jit(jax.grad(lambda f: jnp.sum(f.tree["fc"]["kernel"])))(flat))
+    np.testing.assert_array_equal(grads["big"], 0.0)
+    np.testing.assert_array_equal(grads["fc"]["kernel"], 1.0)
 
 
 def test_jvp_vmap_and_remat_go_through_the_tree():
     params, flat = params_and_flat()
     flat_loss = lambda f: loss(f.tree)  # noqa: E731
     ones = jax.tree.map(jnp.ones_like, flat)
-    tangent = jax.jvp(flat_loss, (flat,), (ones,))[1]
-    want = jax.jvp(loss, (params,), (jax.tree.map(jnp.ones_like, params),))[1]
+    tangent = jax.jit(lambda f, t: jax.jvp(flat_loss, (f,), (t,))[1])(flat, ones)
+    want = jax.jit(lambda f, t: jax.jvp(loss, (f,), (t,))[1])(params, jax.tree.map(jnp.ones_like, params))
     np.testing.assert_allclose(tangent, want, rtol=1e-6)
     grads = jax.jit(jax.grad(flat_loss))(flat)
     assert_close(jax.jit(jax.grad(jax.checkpoint(flat_loss)))(flat), grads, 5e-7)
@@ -165,21 +170,23 @@ def test_tree_map_apply_updates_and_norms_see_the_buffers():
     params, flat = params_and_flat()
     doubled = jax.tree.map(lambda x: 2 * x, flat)
     assert isinstance(doubled, FlatParams)
-    assert_equal(doubled.tree, jax.tree.map(lambda x: 2 * x, params))
-    assert_equal(optax.apply_updates(flat, doubled).tree, jax.tree.map(lambda x: x + 2 * x, params))
+    assert_equal(tree_of(doubled), jax.tree.map(lambda x: 2 * x, params))
+    assert_equal(tree_of(optax.apply_updates(flat, doubled)), jax.tree.map(lambda x: x + 2 * x, params))
     np.testing.assert_allclose(optax.tree.norm(flat), optax.tree.norm(params), rtol=2.5e-7)
     clip = optax.clip_by_global_norm(0.5)
-    clipped, _ = clip.update(flat, clip.init(flat))
-    want, _ = clip.update(params, clip.init(params))
-    assert_close(clipped.tree, want, 2.5e-7)
-    assert_equal(clipped, fusedopt.pack(clipped.tree, packing=PACKING))
+    update = jax.jit(clip.update)
+    clipped, _ = update(flat, clip.init(flat))
+    want, _ = update(params, clip.init(params))
+    assert_close(tree_of(clipped), want, 2.5e-7)
+    assert_equal(clipped, jax.jit(lambda c: fusedopt.pack(c.tree, packing=PACKING))(clipped))
 
 
 def test_flax_train_state_takes_flat_params():
     from flax.training.train_state import TrainState
 
     tx = fusedopt.adamw(0.1, packing=PACKING)
-    params, flat = params_and_flat(tx)
+    params = params_and_flat()[0]
+    flat = jax.jit(lambda p: fusedopt.pack(p, tx))(params)
     state = TrainState.create(apply_fn=loss, params=flat, tx=tx)
 
     @jax.jit

@@ -95,9 +95,8 @@ def test_R77_momentum_and_nesterov_without_dampening_and_with_the_learning_rate_
 
 def test_a_denominator_of_zero_gives_no_update_where_optax_gives_nan():
     g, p = row(0.0), row(1.0)
-    for options in ({}, {"nesterov": True}):
-        assert float(first_update(fusedopt.adam(0.1, eps=0.0, **options), g, p)[0, 0]) == 0.0
-        assert np.isnan(first_update(optax.adam(0.1, eps=0.0, **options), g, p)[0, 0])
+    assert float(first_update(fusedopt.adam(0.1, eps=0.0, nesterov=True), g, p)[0, 0]) == 0.0
+    assert np.isnan(first_update(optax.adam(0.1, eps=0.0, nesterov=True), g, p)[0, 0])
     assert float(first_update(fusedopt.adam(0.1, eps=0.0, eps_inside=True), g, p)[0, 0]) == 0.0
 
 
