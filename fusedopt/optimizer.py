@@ -151,7 +151,9 @@ class Optimizer:
         """The state of fresh parameters (arrays, abstract values or FlatParams)."""
         if type(params).__name__ == "_ParamsPlaceholder":
             # optax.tree_map_params looks for what it finds this object in: the slots.
-            return FusedState(0, hyperparams=0, skipped=0, total_skipped=0, **dict.fromkeys(self.rule.slots, params))
+            ratios = 0 if self.rule.trust else ()
+            slots = dict.fromkeys(self.rule.slots, params)
+            return FusedState(0, hyperparams=0, skipped=0, total_skipped=0, trust_ratios=ratios, **slots)
         if isinstance(params, FlatParams):
             layout = self.adapt(params)
         else:
