@@ -291,6 +291,14 @@ def test_the_keyword_wins_over_the_schedule_over_the_array_over_the_state():
     assert rate(constant, state) == 4.0
 
 
+def test_a_keyword_is_not_stored_beside_a_schedule_either():
+    p = g = jnp.ones(2)
+    tx = fusedopt.sgd(lambda count: 0.5, momentum=0.25)
+    u, state = jax.jit(tx.update)(g, tx.init(p), p, learning_rate=2.0, momentum=0.75)
+    np.testing.assert_array_equal(u, -2.0)
+    assert {k: float(v) for k, v in tx.hyperparams(state).items()} == {"learning_rate": 0.5, "momentum": 0.25}
+
+
 def test_a_restored_state_brings_its_own_learning_rate():
     p = g = jnp.ones(2)
     saved = pickle.dumps(jax.device_get(fusedopt.sgd(0.25).init(p)))
