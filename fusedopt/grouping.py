@@ -24,6 +24,11 @@ _SCALE_KEYS = frozenset({"scale", "gamma"})
 _SHIFT_KEYS = frozenset({"bias", "beta", "b"})
 
 
+def is_python_zero(value: Any) -> bool:
+    """The Python number 0, which is static; an array or NumPy scalar that is 0 is an operand."""
+    return isinstance(value, (int, float)) and value == 0
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
     """Leaves that share hyperparameters of their own.
@@ -58,6 +63,10 @@ class Group:
                     f"`Group.{field}` of group {self.name!r} is static: expected True or False, "
                     f"got {type(getattr(self, field)).__name__}"
                 )
+
+    @property
+    def has_own_decay(self) -> bool:
+        return self.weight_decay is not None and not is_python_zero(self.weight_decay)
 
 
 class Placement(NamedTuple):
@@ -120,8 +129,7 @@ def place(
             weight = region in WEIGHT_REGIONS
             placed = Placement("weight" if weight else "bias", region, weight, weight, False)
         else:
-            never = isinstance(group.weight_decay, (int, float)) and group.weight_decay == 0
-            placed = Placement(group.name, region, not never, group.trust_ratio, group.frozen)
+            placed = Placement(group.name, region, not is_python_zero(group.weight_decay), group.trust_ratio, group.frozen)
         if decay_mask is not None:
             placed = placed._replace(decays=bool(decay_mask[i]))
         if trust_mask is not None:

@@ -110,9 +110,14 @@ def _stored(h: Hyperparam, value: Any, dtype: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hyperparams:
-    """The hyperparameters of one optimizer, in the order of the vector."""
+    """The hyperparameters of one optimizer, in the order of the vector.
+
+    `absent` names those that its static options have removed, and says why: asking for one of
+    them is an error, where any other unknown keyword is ignored as optax asks.
+    """
 
     items: tuple[Hyperparam, ...]
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def names(self) -> tuple[str, ...]:
         return tuple(h.name for h in self.items)
@@ -126,6 +131,9 @@ class Hyperparams:
         self, vector: jax.Array, count: jax.Array, overrides: Mapping[str, Any]
     ) -> tuple[dict[str, Any], jax.Array]:
         """Values of this step by name (`Decay` pairs for decays), and the vector to store."""
+        for name, why in self.absent.items():
+            if overrides.get(name) is not None:
+                raise ValueError(f"`{name}` cannot be set: {why}")
         dtype, values, stored = vector.dtype, {}, []
         for i, h in enumerate(self.items):
             own = vector[i] if h.is_constant else _stored(h, _given(h, count), dtype)
@@ -156,6 +164,8 @@ class Hyperparams:
         """
         by_name = {h.name: i for i, h in enumerate(self.items)}
         for name, value in values.items():
+            if name in self.absent:
+                raise ValueError(f"`{name}` cannot be set: {self.absent[name]}")
             if name not in by_name:
                 raise ValueError(f"unknown hyperparameter `{name}`: expected one of {', '.join(by_name)}")
             h = self.items[by_name[name]]

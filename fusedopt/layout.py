@@ -133,12 +133,15 @@ class FlatLayout:
 
     @property
     def num_leaves(self) -> int:
+        """Leaves of the tree, those that are carried along counted."""
         return len(self.segments) + len(self.others)
 
     def segments_of(self, bucket: Bucket) -> tuple[Segment, ...]:
+        """The segments of a bucket, in memory order."""
         return self.segments[bucket.first : bucket.last]
 
     def sizes_of(self, bucket: Bucket) -> tuple[int, ...]:
+        """Elements of each segment of a bucket, padding not counted."""
         return tuple(s.size for s in self.segments_of(bucket))
 
     @functools.cached_property
@@ -148,6 +151,7 @@ class FlatLayout:
 
     @functools.cached_property
     def padding(self) -> int:
+        """Number of padding elements in all buckets."""
         return sum(b.size for b in self.buckets) - self.size
 
     def segment(self, path: Sequence[str]) -> Segment:
@@ -186,11 +190,12 @@ class FlatLayout:
         return runs
 
     def __str__(self) -> str:
-        head = ("path", "region", "bucket", "shape", "offset", "size", "padding")
+        head = ("path", "region", "group", "bucket", "shape", "offset", "size", "padding")
         rows = [
             (
                 show(s.path),
                 s.region,
+                s.group,
                 self.buckets[s.bucket].name,
                 str(s.shape),
                 str(s.offset),
@@ -202,7 +207,7 @@ class FlatLayout:
         widths = [max(len(r[i]) for r in [head, *rows]) for i in range(len(head))]
 
         def line(cells):
-            text = (c.ljust(w) if i < 4 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+            text = (c.ljust(w) if i < 5 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
             return "  ".join(text).rstrip()
 
         total = (

@@ -56,6 +56,7 @@ class Optimizer:
     groups: tuple[Group, ...] = ()
     decay_mask: Any = None
     trust_mask: Any = None
+    mask_argument: str = "mask"
     packing: Packing = Packing()
     backend: str | None = None
     skip_nonfinite: bool = True
@@ -65,11 +66,7 @@ class Optimizer:
 
     @property
     def needs_params(self) -> bool:
-        return (
-            self.rule.trust
-            or self.decays
-            or any(g.weight_decay is not None and not _is_zero(g.weight_decay) for g in self.groups)
-        )
+        return self.rule.trust or self.decays or any(g.has_own_decay for g in self.groups)
 
     def rule_of(self, bucket: Bucket) -> Rule:
         return self.rule if bucket.trust else self.plain_rule
@@ -79,7 +76,7 @@ class Optimizer:
         leaves = _layout.leaf_descriptions(tree, name)
         masks = tuple(
             self._mask_flags(mask, argument, tree.source, tree.paths, leaves)
-            for mask, argument in ((self.decay_mask, "mask"), (self.trust_mask, "trust_ratio_mask"))
+            for mask, argument in ((self.decay_mask, self.mask_argument), (self.trust_mask, "trust_ratio_mask"))
         )
         key = (tree.treedef, tuple(leaves), masks, packing)
         if key not in self._layouts:
@@ -98,6 +95,12 @@ class Optimizer:
                 ),
             )
         return self._layouts[key]
+
+    def layout_of_params(self, params: Any) -> FlatLayout:
+        """The layout of a tree or of FlatParams."""
+        if isinstance(params, FlatParams):
+            return self.adapt(params)
+        return self.layout_of(_paths.flatten(params), "params")
 
     def adapt(self, flat: FlatParams) -> FlatLayout:
         """The layout of FlatParams, as this optimizer's groups and masks see it, cached."""
@@ -120,7 +123,7 @@ class Optimizer:
                 names,
                 leaves,
                 self.groups,
-                flags(self.decay_mask, "mask"),
+                flags(self.decay_mask, self.mask_argument),
                 flags(self.trust_mask, "trust_ratio_mask"),
             )
         )
@@ -136,7 +139,7 @@ class Optimizer:
 
     def _normalised(self, placements):
         """Placements without the flags that make no difference to this optimizer."""
-        own_decay = {g.name for g in self.groups if g.weight_decay is not None and not _is_zero(g.weight_decay)}
+        own_decay = {g.name for g in self.groups if g.has_own_decay}
 
         def one(p: Placement | None) -> Placement | None:
             if p is None:
@@ -154,10 +157,7 @@ class Optimizer:
             ratios = 0 if self.rule.trust else ()
             slots = dict.fromkeys(self.rule.slots, params)
             return FusedState(0, hyperparams=0, skipped=0, total_skipped=0, trust_ratios=ratios, **slots)
-        if isinstance(params, FlatParams):
-            layout = self.adapt(params)
-        else:
-            layout = self.layout_of(_paths.flatten(params), "params")
+        layout = self.layout_of_params(params)
         live = live_buckets(layout)
         slots = {slot: tuple(jnp.zeros(b.shape, self.slot_dtype(slot, b)) for b in live) for slot in self.rule.slots}
         wide = any(slot_dtype(b.dtype) == jnp.float64 for b in layout.buckets)
@@ -235,10 +235,6 @@ def live_buckets(layout: FlatLayout) -> list[Bucket]:
 def trusted(layout: FlatLayout):
     """The segments that have a trust ratio, in the order of `FusedState.trust_ratios`."""
     return [s for b in live_buckets(layout) if b.trust for s in layout.segments_of(b)]
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, (int, float)) and value == 0
 
 
 def _signature(state: FusedState) -> tuple:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ class FlatParams:
     ```
 
     Gradients with respect to it are FlatParams too. Elementwise code (`jax.tree.map`,
-    `optax.apply_updates`, `optax.global_norm`, clipping, EMA) works on it; optax code that means
+    `optax.apply_updates`, `optax.tree.norm`, clipping, EMA) works on it; optax code that means
     something by a leaf (per-leaf norms, masks by name) sees buckets instead and does not.
 
     Attributes:
@@ -73,7 +73,8 @@ class FlatParams:
 
     def __contains__(self, key: object) -> bool:
         """Whether `key` is a top-level key of the tree (Flax asks this of its params)."""
-        return any(s.path[:1] == (key,) for s in self.layout.segments)
+        tree = self.layout.treedef.unflatten(range(self.layout.num_leaves))
+        return isinstance(tree, Mapping) and key in tree
 
     def __repr__(self) -> str:
         return f"FlatParams({self.layout!r})"

@@ -9,7 +9,6 @@ import jax
 import optax
 
 from fusedopt.optimizer import FusedState, Optimizer, trusted
-from fusedopt.packing import FlatParams
 from fusedopt.paths import Path
 from fusedopt.update import step
 
@@ -39,8 +38,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     Both take FlatParams for gradients and parameters, and as ``extra``:
       loss_scale: the gradients are divided by it; 0 counts as 1, inf and NaN skip the step.
       has_nan: a 0-d flag; nonzero skips the step.
-      any hyperparameter by name: its value for this step only.
-      Other keywords are ignored, as optax asks.
+      any hyperparameter by name: its value for this step only; one that the optimizer was made
+        without is a ValueError. Other keywords are ignored, as optax asks.
     A skipped step leaves parameters, slots, count and hyperparameters bit for bit as they were
     (updates are zero), sets ``state.skipped`` and adds one to ``state.total_skipped``.
 
@@ -80,8 +79,12 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         vector = self.optimizer.hyperparams.replace(fused.hyperparams, values)
         return self._put_state(state, fused._replace(hyperparams=vector))
 
-    def trust_ratios(self, state: Any) -> dict[Path, jax.Array]:
+    def trust_ratios(self, state: Any, params: Any = None) -> dict[Path, jax.Array]:
         """The trust ratio of each leaf that has one, at the last step: path -> 0-d array.
+
+        A state holds no names. They come from `params` (or gradients, or abstract values) if
+        given, otherwise from the parameters that this optimizer last met with a state of these
+        shapes: give them where one optimizer serves several models.
 
         Raises:
           ValueError: the optimizer has none, or it has not met a state of this layout.
@@ -89,7 +92,9 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         if not self.optimizer.rule.trust:
             raise ValueError("this optimizer has no trust ratios")
         fused = self._find_state(state)
-        members = trusted(self.optimizer.layout_for(fused))
+        layout = self.optimizer.layout_for(fused) if params is None else self.optimizer.layout_of_params(params)
+        self.optimizer.check_state(fused, layout)
+        members = trusted(layout)
         return {s.path: fused.trust_ratios[i] for i, s in enumerate(members)}
 
 
@@ -169,5 +174,3 @@ def chain(*transforms: Any) -> FusedTransformation:
         put_state=lambda state, new: (*state[:-1], last._put_state(state[-1], new)),
     )
 
-
-__all__ = ["FlatParams", "FusedTransformation", "chain", "fused"]

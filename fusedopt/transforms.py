@@ -15,16 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from fusedopt.grouping import Group
-from fusedopt.hyperparams import Hyperparam, Hyperparams, decay_rate
+from fusedopt.factory import build, check_static
+from fusedopt.grouping import Group, is_python_zero
+from fusedopt.hyperparams import Hyperparam, decay_rate
 from fusedopt.layout import Packing
-from fusedopt.optimizer import Optimizer
 from fusedopt.rules import Adam, Lars, Rule, Sgd
-from fusedopt.transformation import FusedTransformation, fused
+from fusedopt.transformation import FusedTransformation
 
 Backend = Literal["xla", "mosaic", "triton"]
 
@@ -62,23 +58,24 @@ def sgd(
 
     Raises: ValueError for numbers out of range, TypeError for arguments of a wrong kind.
     """
-    items = [_learning_rate(learning_rate)]
-    has_momentum = momentum is not None
-    if has_momentum:
+    check_static("nesterov", nesterov)
+    items = [Hyperparam("learning_rate", learning_rate)]
+    absent = {}
+    if momentum is not None:
         items.append(decay_rate("momentum", momentum, open_high=False))
-    _static("nesterov", nesterov)
-    rule = Sgd(momentum=has_momentum, nesterov=nesterov and has_momentum)
-    return _build(
-        rule,
-        rule,
+    else:
+        absent["momentum"] = "this optimizer was made without momentum and holds no velocity"
+    return build(
+        Sgd(momentum=momentum is not None, nesterov=bool(nesterov) and momentum is not None),
         items,
-        weight_decay,
-        mask,
-        groups,
-        packing,
-        backend,
-        skip_nonfinite,
+        weight_decay=weight_decay,
+        mask=mask,
+        groups=groups,
+        packing=packing,
+        backend=backend,
+        skip_nonfinite=skip_nonfinite,
         slot_dtypes={"mu": accumulator_dtype},
+        absent=absent,
     )
 
 
@@ -112,22 +109,18 @@ def adam(
     Equal to ``optax.adam``.
     """
     return _adam(
-        False,
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        mu_dtype,
-        nu_dtype,
-        nesterov,
-        eps_inside,
-        weight_decay,
-        mask,
-        groups,
-        packing,
-        backend,
-        skip_nonfinite,
+        [Hyperparam("learning_rate", learning_rate), decay_rate("b1", b1), decay_rate("b2", b2), Hyperparam("eps", eps)],
+        decoupled=False,
+        nesterov=nesterov,
+        eps_inside=eps_inside,
+        eps_root=eps_root,
+        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
+        weight_decay=weight_decay,
+        mask=mask,
+        groups=groups,
+        packing=packing,
+        backend=backend,
+        skip_nonfinite=skip_nonfinite,
     )
 
 
@@ -176,22 +169,18 @@ def adamw(
     `eps_root`; TypeError for arguments of a wrong kind.
     """
     return _adam(
-        True,
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        mu_dtype,
-        nu_dtype,
-        nesterov,
-        eps_inside,
-        weight_decay,
-        mask,
-        groups,
-        packing,
-        backend,
-        skip_nonfinite,
+        [Hyperparam("learning_rate", learning_rate), decay_rate("b1", b1), decay_rate("b2", b2), Hyperparam("eps", eps)],
+        decoupled=True,
+        nesterov=nesterov,
+        eps_inside=eps_inside,
+        eps_root=eps_root,
+        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
+        weight_decay=weight_decay,
+        mask=mask,
+        groups=groups,
+        packing=packing,
+        backend=backend,
+        skip_nonfinite=skip_nonfinite,
     )
 
 
@@ -244,157 +233,58 @@ def lars(
     """
     if trust_ratio not in ("paper", "optax"):
         raise ValueError(f"`trust_ratio`: expected 'paper' or 'optax', got {trust_ratio!r}")
-    _static("nesterov", nesterov)
+    check_static("nesterov", nesterov)
     items = [
-        _learning_rate(learning_rate),
+        Hyperparam("learning_rate", learning_rate),
         decay_rate("momentum", momentum, open_high=False),
         Hyperparam("trust_coefficient", trust_coefficient),
         Hyperparam("eps", eps),
     ]
+    absent = {}
     if trust_ratio == "paper":
         items.append(Hyperparam("max_trust_ratio", max_trust_ratio, open_low=True))
         plain: Rule = Sgd(momentum=True, nesterov=nesterov)
     else:
+        absent["max_trust_ratio"] = "the form of optax has no cap"
         plain = Lars(form="optax", nesterov=nesterov, trust=False)
-    return _build(
+    return build(
         Lars(form=trust_ratio, nesterov=nesterov),
-        plain,
         items,
-        weight_decay,
-        weight_decay_mask,
-        groups,
-        packing,
-        backend,
-        skip_nonfinite,
+        plain_rule=plain,
+        weight_decay=weight_decay,
+        mask=weight_decay_mask,
+        groups=groups,
+        packing=packing,
+        backend=backend,
+        skip_nonfinite=skip_nonfinite,
+        mask_argument="weight_decay_mask",
         trust_mask=trust_ratio_mask,
+        absent=absent,
         keep_decay=True,
     )
 
 
-# ------------------------------------------------------------------ what the factories share
-
-
 def _adam(
-    decoupled,
-    learning_rate,
-    b1,
-    b2,
-    eps,
-    eps_root,
-    mu_dtype,
-    nu_dtype,
-    nesterov,
-    eps_inside,
-    weight_decay,
-    mask,
-    groups,
-    packing,
-    backend,
-    skip_nonfinite,
-):
-    _static("nesterov", nesterov)
-    _static("eps_inside", eps_inside)
-    rule = Adam(decoupled=decoupled, nesterov=nesterov, eps_inside=eps_inside)
-    items = [_learning_rate(learning_rate), decay_rate("b1", b1), decay_rate("b2", b2), Hyperparam("eps", eps)]
-    if not eps_inside:
-        items.append(Hyperparam("eps_root", eps_root))
-    elif not (isinstance(eps_root, (int, float)) and eps_root == 0):
-        raise ValueError(f"`eps_inside` has no `eps_root`: expected 0, got {eps_root!r}")
-    return _build(
-        rule,
-        rule,
-        items,
-        weight_decay,
-        mask,
-        groups,
-        packing,
-        backend,
-        skip_nonfinite,
-        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
-        keep_decay=decoupled,
-    )
-
-
-def _learning_rate(value: Any) -> Hyperparam:
-    return Hyperparam("learning_rate", value)
-
-
-def _build(
-    rule,
-    plain_rule,
-    items,
-    weight_decay,
-    mask,
-    groups,
-    packing,
-    backend,
-    skip_nonfinite,
+    items: list[Hyperparam],
     *,
-    trust_mask=None,
-    slot_dtypes=None,
-    keep_decay=False,
+    decoupled: bool,
+    nesterov: bool,
+    eps_inside: bool,
+    eps_root: Any,
+    **options: Any,
 ) -> FusedTransformation:
-    """An optimizer from checked parts. `keep_decay`: weight_decay is an operand even if it is 0."""
-    decays = keep_decay or not (isinstance(weight_decay, (int, float)) and weight_decay == 0)
-    if decays:
-        items = [*items, Hyperparam("weight_decay", weight_decay)]
-    _static("skip_nonfinite", skip_nonfinite)
-    _static_mask("mask", mask)
-    _static_mask("trust_ratio_mask", trust_mask)
-    if packing is not None and not isinstance(packing, Packing):
-        raise TypeError(f"`packing`: expected a Packing, got {type(packing).__name__}")
-    if backend not in (None, "xla", "mosaic", "triton"):
-        raise ValueError(f"`backend`: expected 'xla', 'mosaic', 'triton' or None, got {backend!r}")
-    groups = _checked_groups(groups)
-    for g in groups:
-        if g.weight_decay is not None:
-            items = [*items, Hyperparam(f"weight_decay/{g.name}", g.weight_decay)]
-        if not (isinstance(g.learning_rate_scale, (int, float)) and g.learning_rate_scale == 1):
-            items = [*items, Hyperparam(f"learning_rate_scale/{g.name}", g.learning_rate_scale)]
-    return fused(
-        Optimizer(
-            rule=rule,
-            plain_rule=plain_rule,
-            hyperparams=Hyperparams(tuple(items)),
-            decays=decays,
-            groups=groups,
-            decay_mask=mask,
-            trust_mask=trust_mask,
-            packing=packing or Packing(),
-            backend=backend,
-            skip_nonfinite=skip_nonfinite,
-            slot_dtypes={k: jnp.dtype(v) for k, v in (slot_dtypes or {}).items() if v is not None},
+    """What `adam` and `adamw` share: all but where the weight decay goes."""
+    check_static("nesterov", nesterov)
+    check_static("eps_inside", eps_inside)
+    rule = Adam(decoupled=decoupled, nesterov=nesterov, eps_inside=eps_inside)
+    absent = {}
+    if not eps_inside:
+        items = [*items, Hyperparam("eps_root", eps_root)]
+    elif is_python_zero(eps_root):
+        absent["eps_root"] = "`eps_inside` has no `eps_root`"
+    else:
+        raise ValueError(
+            f"`eps_inside` has no `eps_root`: expected the Python number 0, got {eps_root!r}; under "
+            "optax.inject_hyperparams name `eps_root` in `static_args`"
         )
-    )
-
-
-def _checked_groups(groups: Any) -> tuple[Group, ...]:
-    if isinstance(groups, (jax.Array, np.ndarray)):
-        raise TypeError(
-            "`groups` arrive as an array: they are static; under optax.inject_hyperparams name them in `static_args`"
-        )
-    groups = tuple(groups)
-    for g in groups:
-        if not isinstance(g, Group):
-            raise TypeError(f"`groups`: expected Group objects, got {type(g).__name__}")
-    names = [g.name for g in groups]
-    if len(set(names)) != len(names):
-        raise ValueError(f"`groups`: names must differ, got {names}")
-    return groups
-
-
-def _static(name: str, value: Any) -> None:
-    if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(
-            f"`{name}` is static: expected True or False, got {type(value).__name__}; under "
-            "optax.inject_hyperparams name it in `static_args`"
-        )
-
-
-def _static_mask(name: str, mask: Any) -> None:
-    if isinstance(mask, (jax.Array, np.ndarray)):
-        raise TypeError(
-            f"`{name}` arrives as an array: a mask is static (a tree of Python bools, or a "
-            "function of the parameters that gives one); under optax.inject_hyperparams name it "
-            "in `static_args`"
-        )
+    return build(rule, items, keep_decay=decoupled, absent=absent, **options)

@@ -114,11 +114,11 @@ def _norms(opt, layout, g, p, values, unscale) -> dict[Bucket, jax.Array]:
                 f"align={pallas_kernels.BLOCK}), got align={layout.align}, or leave `backend` to the device"
             )
         wd = of_group(values, b)["weight_decay"] if b.decays else None
-        dtype = values_dtype(values)
+        dtype, own = values_dtype(values), slot_dtype(b.dtype)
         one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
         scalars = jnp.stack([one if unscale is None else unscale, zero if wd is None else wd])
 
-        def measured(s, w, g, dtype=dtype, own=slot_dtype(b.dtype)):
+        def measured(s, w, g, dtype=dtype, own=own):
             return opt.rule.measured(SimpleNamespace(wd=s[1]), g.astype(own).astype(dtype) * s[0], w.astype(dtype))
 
         sums = pallas_kernels.segment_sumsq(

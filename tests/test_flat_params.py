@@ -305,3 +305,11 @@ def test_a_jitted_step_takes_new_flat_params_without_a_retrace():
     other = fusedopt.pack(jax.tree.map(lambda x: 2 * x, params), packing=PACKING)
     step(other, state, pickle.loads(pickle.dumps(jax.device_get(new))))
     assert len(traces) == 1
+
+
+def test_every_top_level_key_of_the_tree_is_in_it():
+    flat = fusedopt.pack({"w": jnp.ones((2, 3)), "step": jnp.int32(1)})
+    assert "w" in flat
+    assert "step" in flat
+    assert "v" not in flat
+    assert "w" not in fusedopt.pack([jnp.ones((2, 3))])

@@ -547,3 +547,33 @@ def test_R14_hyperparams_are_in_float64_for_float64_parameters():
         assert state.hyperparams.dtype == jnp.float64
         np.testing.assert_allclose(tx.hyperparams(state)["learning_rate"], 0.1, rtol=5e-16)
         assert tx.init(jnp.ones(2, jnp.float32)).hyperparams.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("tx", "name"),
+    [
+        (fusedopt.sgd(0.1), "weight_decay"),
+        (fusedopt.sgd(0.1), "momentum"),
+        (fusedopt.adam(0.1), "weight_decay"),
+        (fusedopt.adamw(0.1, eps_inside=True), "eps_root"),
+        (fusedopt.lars(0.1, trust_ratio="optax"), "max_trust_ratio"),
+    ],
+)
+def test_a_hyperparameter_that_the_optimizer_was_made_without_is_not_ignored(tx, name):
+    params = {"w": jnp.ones((1, 2))}
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=f"`{name}` cannot be set: "):
+        tx.apply(params, state, params, **{name: 0.5})
+    with pytest.raises(ValueError, match=f"`{name}` cannot be set: "):
+        tx.set_hyperparams(state, **{name: 0.5})
+    tx.apply(params, state, params, **{name: None})  # None means nothing, as for any other keyword
+
+
+def test_eps_inside_under_injection_says_how():
+    with pytest.raises(ValueError, match="name `eps_root` in `static_args`"):
+        optax.inject_hyperparams(fusedopt.adamw)(1e-3, eps_inside=True).init({"w": jnp.ones((1, 2))})
+    tx = optax.inject_hyperparams(fusedopt.adamw, static_args="eps_root")(1e-3, eps_inside=True)
+    params = {"w": jnp.ones((1, 2))}
+    updates, _ = tx.update(params, tx.init(params), params)
+    # eps 1e-8 under the root of v = 1e-3: u = -lr*sqrt(1e-3)/0.1 * 0.1/sqrt(1e-3 + 1e-8), and the decay lr*1e-4
+    np.testing.assert_allclose(updates["w"], -1e-3 * (np.sqrt(1e-3 / (1e-3 + 1e-8)) + 1e-4), rtol=2e-6)

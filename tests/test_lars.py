@@ -209,3 +209,22 @@ def test_trust_ratios_need_a_state_whose_paths_are_known():
 def test_an_unknown_form_is_refused():
     with pytest.raises(ValueError, match="`trust_ratio`: expected 'paper' or 'optax', got 'apex'"):
         fusedopt.lars(0.1, trust_ratio="apex")
+
+
+def test_trust_ratios_are_named_after_the_parameters_that_are_given():
+    """States hold no names: of two models with equal shapes the one met last would name both."""
+    tx = fusedopt.lars(0.1)
+    first, second = {"a": jnp.ones((2, 3))}, {"v": jnp.ones((2, 3))}
+    state = tx.init(first)
+    tx.init(second)
+    assert set(tx.trust_ratios(state)) == {("v",)}
+    assert set(tx.trust_ratios(state, first)) == {("a",)}
+    with pytest.raises(ValueError, match="of another layout"):
+        tx.trust_ratios(state, {"a": jnp.ones((2, 3)), "c": jnp.ones((200, 300))})
+
+
+def test_a_mask_that_arrives_as_an_array_is_called_by_its_own_name():
+    with pytest.raises(TypeError, match="`weight_decay_mask` arrives as an array"):
+        fusedopt.lars(0.1, weight_decay_mask=jnp.array(True))
+    with pytest.raises(ValueError, match="`weight_decay_mask` has no entry for leaf `w`"):
+        fusedopt.lars(0.1, weight_decay_mask={"v": True}).init({"w": jnp.ones((1, 2))})

@@ -163,9 +163,9 @@ def test_the_printed_table_has_a_line_for_every_leaf():
     lines = str(layout_of({**tree, "step": jnp.int32(0)})).splitlines()
     assert lines.pop() == "2 leaves, 20 elements in 2 buckets, 2028 of padding, 1 leaves carried along"
     assert [line.split() for line in lines] == [
-        ["path", "region", "bucket", "shape", "offset", "size", "padding"],
-        ["fc/bias", "fc_bias", "bias.float32", "(5,)", "0", "5", "123"],
-        ["fc/kernel", "fc_weight", "weight.float32", "(3,", "5)", "0", "15", "113"],
+        ["path", "region", "group", "bucket", "shape", "offset", "size", "padding"],
+        ["fc/bias", "fc_bias", "bias", "bias.float32", "(5,)", "0", "5", "123"],
+        ["fc/kernel", "fc_weight", "weight", "weight.float32", "(3,", "5)", "0", "15", "113"],
     ]
     assert "2 leaves, 20 elements, 2 buckets" in repr(layout_of(tree))
 

@@ -288,7 +288,8 @@ def test_r133_replicas_in_a_shard_map_stay_identical(name, check_vma):
 def test_sharded_leaves_under_plain_jit_give_the_right_numbers(name):
     """Packing them costs collectives (documented); the values are those of one device."""
     tx = case(name).make(0.1, packing=fusedopt.Packing(solo_from=512))
-    params = {"small": jnp.asarray(normal((8, 6), 1)), "large": jnp.asarray(normal((32, 24), 2)), "b": jnp.asarray(normal((5,), 3))}
+    shapes = {"small": (8, 6), "large": (32, 24), "b": (5,)}
+    params = {name: jnp.asarray(normal(shape, i)) for i, (name, shape) in enumerate(shapes.items(), 1)}
     grads = jax.tree.map(lambda x: jnp.cos(x), params)
     mesh = mesh_of(4)
     specs = {"small": PartitionSpec("data"), "large": PartitionSpec(None, "data"), "b": PartitionSpec()}

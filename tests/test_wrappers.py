@@ -211,7 +211,7 @@ def test_r10_an_injected_schedule_starts_at_zero():
 def test_r06_injected_hyperparameters_with_bfloat16_parameters():
     """In bfloat16, 0.999 is 1: optax divides by 1 - 1. Ours refuses and says how to inject float32."""
     p = {"w": jnp.ones((1, 2), jnp.bfloat16)}
-    with pytest.raises(TypeError, match="hyperparam_dtype=jnp.float32"):
+    with pytest.raises(TypeError, match=r"hyperparam_dtype=jnp\.float32"):
         optax.inject_hyperparams(fusedopt.adamw)(1e-3).init(p)
     with standard_promotion():
         tx = optax.inject_hyperparams(fusedopt.adamw, hyperparam_dtype=jnp.float32)(1e-3, weight_decay=0.0)

@@ -1,0 +1,116 @@
+"""From a factory's arguments to an optimizer: the checks and defaults that all factories share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fusedopt.grouping import Group, is_python_zero
+from fusedopt.hyperparams import Hyperparam, Hyperparams
+from fusedopt.layout import Packing
+from fusedopt.optimizer import Optimizer
+from fusedopt.rules import Rule
+from fusedopt.transformation import FusedTransformation, fused
+
+
+def build(
+    rule: Rule,
+    items: Sequence[Hyperparam],
+    *,
+    weight_decay: Any,
+    mask: Any,
+    groups: Any,
+    packing: Any,
+    backend: Any,
+    skip_nonfinite: Any,
+    plain_rule: Rule | None = None,
+    trust_mask: Any = None,
+    mask_argument: str = "mask",
+    slot_dtypes: Mapping[str, Any] | None = None,
+    absent: Mapping[str, str] | None = None,
+    keep_decay: bool = False,
+) -> FusedTransformation:
+    """An optimizer from its rule, its hyperparameters and the common options.
+
+    Args:
+      rule, plain_rule: for leaves with and without a trust ratio; one rule by default.
+      items: the hyperparameters but for weight decay and those of groups.
+      keep_decay: weight_decay is an operand even if it is the Python number 0.
+      absent: hyperparameters that this choice of static options has removed, and why.
+      mask_argument: what the factory calls `mask`.
+      others: see `transforms`.
+    """
+    items, absent = list(items), dict(absent or {})
+    decays = keep_decay or not is_python_zero(weight_decay)
+    if decays:
+        items.append(Hyperparam("weight_decay", weight_decay))
+    else:
+        absent["weight_decay"] = (
+            "this optimizer was made with weight_decay=0, which removes decay from the program; "
+            "make it with weight_decay=jnp.float32(0.0) to change it later"
+        )
+    check_static("skip_nonfinite", skip_nonfinite)
+    _check_mask(mask_argument, mask)
+    _check_mask("trust_ratio_mask", trust_mask)
+    if packing is not None and not isinstance(packing, Packing):
+        raise TypeError(f"`packing`: expected a Packing, got {type(packing).__name__}")
+    if backend not in (None, "xla", "mosaic", "triton"):
+        raise ValueError(f"`backend`: expected 'xla', 'mosaic', 'triton' or None, got {backend!r}")
+    groups = _checked_groups(groups)
+    for g in groups:
+        if g.weight_decay is not None:
+            items.append(Hyperparam(f"weight_decay/{g.name}", g.weight_decay))
+        if not (isinstance(g.learning_rate_scale, (int, float)) and g.learning_rate_scale == 1):
+            items.append(Hyperparam(f"learning_rate_scale/{g.name}", g.learning_rate_scale))
+    return fused(
+        Optimizer(
+            rule=rule,
+            plain_rule=plain_rule or rule,
+            hyperparams=Hyperparams(tuple(items), absent),
+            decays=decays,
+            groups=groups,
+            decay_mask=mask,
+            trust_mask=trust_mask,
+            mask_argument=mask_argument,
+            packing=packing or Packing(),
+            backend=backend,
+            skip_nonfinite=bool(skip_nonfinite),
+            slot_dtypes={k: jnp.dtype(v) for k, v in (slot_dtypes or {}).items() if v is not None},
+        )
+    )
+
+
+def _checked_groups(groups: Any) -> tuple[Group, ...]:
+    if isinstance(groups, (jax.Array, np.ndarray)):
+        raise TypeError(
+            "`groups` arrive as an array: they are static; under optax.inject_hyperparams name them in `static_args`"
+        )
+    groups = tuple(groups)
+    for g in groups:
+        if not isinstance(g, Group):
+            raise TypeError(f"`groups`: expected Group objects, got {type(g).__name__}")
+    names = [g.name for g in groups]
+    if len(set(names)) != len(names):
+        raise ValueError(f"`groups`: names must differ, got {names}")
+    return groups
+
+
+def check_static(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(
+            f"`{name}` is static: expected True or False, got {type(value).__name__}; under "
+            "optax.inject_hyperparams name it in `static_args`"
+        )
+
+
+def _check_mask(name: str, mask: Any) -> None:
+    if isinstance(mask, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"`{name}` arrives as an array: a mask is static (a tree of Python bools, or a "
+            "function of the parameters that gives one); under optax.inject_hyperparams name it "
+            "in `static_args`"
+        )
