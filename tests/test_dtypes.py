@@ -25,7 +25,7 @@ from tests.helpers import (
 BF16, F16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 LOW = (BF16, F16)
 # One optimizer for each path through the code; the others are marked slow.
-CORE = ("sgd", "momentum", "adamw", "lars", "lars_optax")
+CORE = ("sgd", "adamw", "lars_optax")
 EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
 
 
@@ -93,7 +93,7 @@ MIXED = [(BF16, F32), (F32, BF16), (F16, F32), (BF16, F16)]
 
 
 @pytest.mark.parametrize(("param", "grad"), MIXED, ids=str)
-@pytest.mark.parametrize("name", ["momentum", "adamw", "lars"])
+@pytest.mark.parametrize("name", ["momentum", "adamw", pytest.param("lars", marks=pytest.mark.slow)])
 def test_r21_state_dtypes_do_not_depend_on_the_gradients(name, param, grad):
     tx = case(name).make(0.1)
     params, grads = {"w": jnp.ones((2, 3), param)}, {"w": jnp.ones((2, 3), grad)}
@@ -188,7 +188,7 @@ def test_r35_a_gradient_whose_square_overflows(kind):
 def test_r36b_zero_gradient_and_zero_eps():
     params, tx = {"w": jnp.ones((1, 2))}, fusedopt.adam(0.1, eps=0.0)
     zeros = {"w": jnp.zeros((1, 2))}
-    updates, state = tx.update(zeros, tx.init(params), params)
+    updates, _ = tx.update(zeros, tx.init(params), params)
     np.testing.assert_array_equal(updates["w"], 0.0)
     twin = optax.adam(0.1, eps=0.0)
     with standard_promotion():
@@ -329,8 +329,8 @@ def x64():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("kind", ["python", "numpy", "schedule"])
-@pytest.mark.parametrize("name", ["sgd", "adamw", "lars"])
+@pytest.mark.parametrize("kind", [pytest.param("python", marks=pytest.mark.slow), "numpy", "schedule"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", pytest.param("lars", marks=pytest.mark.slow)])
 def test_r27_x64_promotes_no_float32_state(name, kind):
     def schedule(x):
         return lambda count: x * (count.astype(jnp.float64) + 1)

@@ -15,8 +15,12 @@ from tests.helpers import MODES, OPTIMIZER_NAMES, assert_equal, avals, case, nor
 
 NAN, INF = np.nan, np.inf
 # One optimizer for each path through the code; the others are marked slow.
-CORE = ("sgd", "adamw", "lars", "lars_optax")
+CORE = ("sgd", "adamw", "lars_optax")
 EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
+DEFAULT = {("lars", "apply"), ("sgd", "update"), ("lars_optax", "flat_apply"), *(("adamw", m) for m in MODES)}
+EVERY_MODE = [
+    pytest.param(n, m, marks=[] if (n, m) in DEFAULT else [pytest.mark.slow]) for n in OPTIMIZER_NAMES for m in MODES
+]
 
 # A frozen group, packed and solo buckets, three dtypes, a 0-d and an empty leaf.
 PACKING = fusedopt.Packing(solo_from=64)
@@ -90,8 +94,7 @@ def assert_skipped(mode, start, state, out, after, times=1):
     assert avals(after) == avals(state)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(("name", "mode"), EVERY_MODE)
 def test_r46_r64_a_nan_in_any_leaf_skips_the_whole_step(name, mode):
     """First and last element of each leaf: solo, packed, 0-d, bfloat16, frozen group; moments, parameters, counters,
     schedule values and trust ratios keep their bits."""
@@ -191,7 +194,7 @@ def test_skip_nonfinite_false_only_drops_the_look():
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [(*p.values, "apply") for p in EVERY if not p.marks] + [("adamw", m) for m in MODES if m != "apply"]
+    ("name", "mode"), [pytest.param(*p.values, "apply", marks=p.marks) for p in EVERY] + [("adamw", "flat_update")]
 )
 def test_the_unscale_is_fused(name, mode):
     """Powers of two lose nothing, so scaled gradients give the bits of unscaled ones."""
@@ -307,7 +310,7 @@ def test_r64_no_host_transfer_and_no_callback(name):
         jax.block_until_ready(step(grads, state, start, {}))
 
 
-@pytest.mark.parametrize("factory", ["adamw", "lars", "momentum"])
+@pytest.mark.parametrize("factory", ["adamw", "momentum", pytest.param("lars", marks=pytest.mark.slow)])
 def test_schedules_wait_for_a_skipped_step(factory):
     """The value used, and the one shown, is that of the finite steps."""
     def schedule(count):
