@@ -1,4 +1,13 @@
-"""fusedopt: optimizers that update a few long buffers, used like optax."""
+"""Optimizers that update a model's parameters as a few long buffers, used like optax.
+
+Optimizers: `sgd`, `adam`, `adamw`, `lars`, each a `FusedTransformation` with ``init``, ``update``
+(the optax protocol) and ``apply`` (the same step, in place); `chain` puts optax transformations
+in front of one. Parameters: `pack` and `FlatParams` hold them in buffers, `Packing` says which
+leaves share one, `FlatLayout` where each leaf lies, `Group` which leaves have hyperparameters of
+their own. Also `weight_mask`, `has_nan`, `warmup_cosine`, and `FusedState`, what a state holds.
+
+Options that all optimizers take are explained in `fusedopt.transforms`.
+"""
 
 from fusedopt.grouping import Group as Group
 from fusedopt.grouping import weight_mask as weight_mask
@@ -15,5 +24,23 @@ from fusedopt.transforms import adam as adam
 from fusedopt.transforms import adamw as adamw
 from fusedopt.transforms import lars as lars
 from fusedopt.transforms import sgd as sgd
+
+__all__ = [
+    "FlatLayout",
+    "FlatParams",
+    "FusedState",
+    "FusedTransformation",
+    "Group",
+    "Packing",
+    "adam",
+    "adamw",
+    "chain",
+    "has_nan",
+    "lars",
+    "pack",
+    "sgd",
+    "warmup_cosine",
+    "weight_mask",
+]
 
 __version__ = "0.1.0"

@@ -30,7 +30,7 @@ def build(
     plain_rule: Rule | None = None,
     trust_mask: Any = None,
     mask_argument: str = "mask",
-    slot_dtypes: Mapping[str, Any] | None = None,
+    slot_dtypes: Mapping[str, tuple[str, Any]] | None = None,
     absent: Mapping[str, str] | None = None,
     keep_decay: bool = False,
 ) -> FusedTransformation:
@@ -42,6 +42,7 @@ def build(
       keep_decay: weight_decay is an operand even if it is the Python number 0.
       absent: hyperparameters that this choice of static options has removed, and why.
       mask_argument: what the factory calls `mask`.
+      slot_dtypes: slot -> (name of the argument, its value).
       others: see `transforms`.
     """
     items, absent = list(items), dict(absent or {})
@@ -79,9 +80,19 @@ def build(
             packing=packing or Packing(),
             backend=backend,
             skip_nonfinite=bool(skip_nonfinite),
-            slot_dtypes={k: jnp.dtype(v) for k, v in (slot_dtypes or {}).items() if v is not None},
+            slot_dtypes={slot: _float_dtype(*given) for slot, given in (slot_dtypes or {}).items() if given[1] is not None},
         )
     )
+
+
+def _float_dtype(argument: str, value: Any) -> Any:
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"`{argument}`: expected a floating point dtype or None, got {value!r}")
+    return dtype
 
 
 def _checked_groups(groups: Any) -> tuple[Group, ...]:
@@ -89,6 +100,8 @@ def _checked_groups(groups: Any) -> tuple[Group, ...]:
         raise TypeError(
             "`groups` arrive as an array: they are static; under optax.inject_hyperparams name them in `static_args`"
         )
+    if isinstance(groups, Group):
+        raise TypeError("`groups`: expected a sequence of Group objects, got one Group: write [group]")
     groups = tuple(groups)
     for g in groups:
         if not isinstance(g, Group):

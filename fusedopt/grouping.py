@@ -33,6 +33,12 @@ def is_python_zero(value: Any) -> bool:
 class Group:
     """Leaves that share hyperparameters of their own.
 
+    ```python
+    head = Group("head", lambda path, leaf: path[0] == "head", learning_rate_scale=0.1)
+    frozen = Group("embedding", {"embed": True, "blocks": False, "head": False}, frozen=True)
+    tx = fusedopt.adamw(1e-3, groups=[frozen, head])
+    ```
+
     Attributes:
       name: shown in the layout and in hyperparameter names; not ``bias``, ``weight`` or empty.
       match: ``match(path, leaf) -> bool`` with ``path`` a tuple of key strings and ``leaf``
@@ -55,6 +61,10 @@ class Group:
     frozen: bool = False
 
     def __post_init__(self):
+        if isinstance(self.match, str):
+            raise TypeError(
+                f"`Group.match` of group {self.name!r}: expected a function of (path, leaf) or a tree of bools, got a str"
+            )
         if not isinstance(self.name, str) or self.name in ("", "bias", "weight"):
             raise ValueError(f"`Group.name`: expected a name other than 'bias' and 'weight', got {self.name!r}")
         for field in ("trust_ratio", "frozen"):
@@ -119,6 +129,13 @@ def place(
 ) -> tuple[Placement | None, ...]:
     """Group, region and flags of each leaf; None where the leaf is not trainable."""
     matchers = [_matcher(group, names, leaves) for group in groups]
+    for group, match in zip(groups, matchers):
+        trainable = [i for i, leaf in enumerate(leaves) if leaf.trainable]
+        if trainable and not any(match(i, leaves[i]) for i in trainable):
+            raise ValueError(
+                f"`groups`: {group.name!r} matches no leaf; a path is a tuple of key strings such as "
+                f"{names[trainable[0]]}"
+            )
     out: list[Placement | None] = []
     for i, region in enumerate(regions(names, leaves)):
         if not region:

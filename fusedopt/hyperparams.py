@@ -66,6 +66,8 @@ def check(h: Hyperparam, value: Any) -> None:
       ValueError: a constant out of range, or an array that is not 0-d.
       TypeError: no number, array or schedule; or a decay in 16 bits, which cannot hold 0.999.
     """
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{h.name}`: expected a number, a 0-d array or a schedule, got {value!r}")
     if is_number(value):
         number = float(value)
         above = number > h.low if h.open_low else number >= h.low
@@ -152,8 +154,9 @@ class Hyperparams:
         return values, self._stack(stored, dtype)
 
     def read(self, vector: jax.Array) -> dict[str, jax.Array]:
+        """The values by name; leading axes (a state made under vmap) are kept."""
         one = jnp.ones((), vector.dtype)
-        return {h.name: one - vector[i] if h.decay else vector[i] for i, h in enumerate(self.items)}
+        return {h.name: one - vector[..., i] if h.decay else vector[..., i] for i, h in enumerate(self.items)}
 
     def replace(self, vector: jax.Array, values: Mapping[str, Any]) -> jax.Array:
         """The vector with some values replaced.
@@ -175,8 +178,9 @@ class Hyperparams:
                     f"`{name}` was given to the factory as {kind}, which decides its value at "
                     f"every step: pass `{name}=` to update or apply instead"
                 )
-            check(h, value)
-            vector = vector.at[by_name[name]].set(_stored(h, value, vector.dtype))
+            if getattr(value, "shape", ()) != vector.shape[:-1] or not vector.shape[:-1]:
+                check(h, value)  # one number for all; with leading axes also one for each
+            vector = vector.at[..., by_name[name]].set(_stored(h, value, vector.dtype))
         return vector
 
     @staticmethod

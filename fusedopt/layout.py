@@ -212,7 +212,7 @@ class FlatLayout:
 
         total = (
             f"{len(self.segments)} leaves, {self.size} elements in {len(self.buckets)} buckets, "
-            f"{self.padding} of padding, {len(self.others)} leaves carried along"
+            f"{self.padding} of padding (ends of buckets included), {len(self.others)} leaves carried along"
         )
         return "\n".join([line(head), *(line(r) for r in rows), total])
 

@@ -29,7 +29,7 @@ class FusedState(NamedTuple):
     count: Any  # int32 []: finite steps taken
     mu: Any = ()  # first moment or velocity
     nu: Any = ()  # second moment
-    hyperparams: Any = ()  # float32 [k] (float64 with float64 parameters)
+    hyperparams: Any = ()  # float32 [k] (float64 with float64 parameters); decays b as 1 - b
     skipped: Any = ()  # bool []: the last step was skipped
     total_skipped: Any = ()  # int32 []
     trust_ratios: Any = ()  # float32 [segments with a trust ratio], of the last step
@@ -201,7 +201,8 @@ class Optimizer:
     def check_state(self, state: FusedState, layout: FlatLayout) -> None:
         """Raises ValueError if the slots were laid out for other parameters, naming the leaf."""
         if not isinstance(state, FusedState):
-            raise ValueError(f"`state`: expected the FusedState of this optimizer's init, got {type(state).__name__}")
+            raise ValueError(f"`state`: expected the FusedState of this optimizer's init, got {type(state).__name__} "
+                "(restore a checkpoint into the structure of `tx.init(params)`)")
         live = live_buckets(layout)
         for slot in self.rule.slots:
             buffers = getattr(state, slot)

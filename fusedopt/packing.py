@@ -28,7 +28,9 @@ class FlatParams:
 
     Gradients with respect to it are FlatParams too. Elementwise code (`jax.tree.map`,
     `optax.apply_updates`, `optax.tree.norm`, clipping, EMA) works on it; optax code that means
-    something by a leaf (per-leaf norms, masks by name) sees buckets instead and does not.
+    something by a leaf (per-leaf norms, masks by name) sees buckets instead and does not. What is
+    mapped over them must map 0 to 0, because padding between the leaves must stay zero: noise and
+    g/|g| belong on trees.
 
     Attributes:
       buckets: arrays, one for each of ``layout.buckets``. Padding is zero.
@@ -98,6 +100,8 @@ def pack(params: Any, tx: Any = None, *, packing: Packing | None = None) -> Flat
     """
     if isinstance(params, FlatParams):
         raise TypeError("`params` is FlatParams already; pack `params.tree` to change its layout")
+    if packing is not None and not isinstance(packing, Packing):
+        raise TypeError(f"`packing`: expected a Packing, got {type(packing).__name__}")
     flat = _paths.flatten(params)
     optimizer = getattr(tx, "optimizer", None)
     if tx is not None and optimizer is None:

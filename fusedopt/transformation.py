@@ -35,7 +35,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     first result of its shape, so ``jax.jit(tx.apply, donate_argnums=(1, 2))`` would give the
     parameters the memory of the moments, and XLA would copy to put that right.
 
-    Both take FlatParams for gradients and parameters, and as ``extra``:
+    A gradient that is None (with `params` given) means no gradient: no update, no decay, and its
+    moments stay. Both take FlatParams for gradients and parameters, and as ``extra``:
       loss_scale: the gradients are divided by it; 0 counts as 1, inf and NaN skip the step.
       has_nan: a 0-d flag; nonzero skips the step.
       any hyperparameter by name: its value for this step only; one that the optimizer was made
@@ -57,6 +58,12 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         self._find_state = find_state
         self._put_state = put_state
         return self
+
+    def __copy__(self) -> FusedTransformation:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> FusedTransformation:
+        return self  # immutable, like the closures of optax's own transformations
 
     def hyperparams(self, state: Any) -> dict[str, jax.Array]:
         """The values last used, by name: 0-d arrays; works inside jit.
@@ -112,9 +119,18 @@ def fused(optimizer: Optimizer) -> FusedTransformation:
         update,
         apply,
         optimizer,
-        find_state=lambda state: state,
+        find_state=_own_state,
         put_state=lambda _, new: new,
     )
+
+
+def _own_state(state: Any) -> FusedState:
+    if not isinstance(state, FusedState):
+        raise ValueError(
+            f"`state`: expected the FusedState of this optimizer, got {type(state).__name__}; inside optax.chain "
+            "pass the member of the tuple that is one, or use fusedopt.chain"
+        )
+    return state
 
 
 def chain(*transforms: Any) -> FusedTransformation:
@@ -124,6 +140,10 @@ def chain(*transforms: Any) -> FusedTransformation:
     tx = fusedopt.chain(optax.clip_by_global_norm(1.0), fusedopt.adamw(1e-3))
     params, state = tx.apply(grads, state, params)
     ```
+
+    The transformations in front see the gradients as they come: still multiplied by a `loss_scale`
+    that is passed to ``update``, so unscale them first where one in front clips. A skipped step
+    leaves parameters and the fused state untouched, and not the states of those in front.
 
     Args:
       *transforms: optax transformations of the gradients, then one made by fusedopt.
@@ -143,6 +163,8 @@ def chain(*transforms: Any) -> FusedTransformation:
                 "`chain`: a fused optimizer computes final updates, nothing may follow it; only "
                 "the last transformation may be fusedopt's"
             )
+        if not hasattr(t, "init") or not hasattr(t, "update"):
+            raise TypeError(f"`chain`: expected optax transformations, got {type(t).__name__}")
     *front, last = transforms
     front = [optax.with_extra_args_support(t) for t in front]
 

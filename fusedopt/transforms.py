@@ -74,7 +74,7 @@ def sgd(
         packing=packing,
         backend=backend,
         skip_nonfinite=skip_nonfinite,
-        slot_dtypes={"mu": accumulator_dtype},
+        slot_dtypes={"mu": ("accumulator_dtype", accumulator_dtype)},
         absent=absent,
     )
 
@@ -114,7 +114,7 @@ def adam(
         nesterov=nesterov,
         eps_inside=eps_inside,
         eps_root=eps_root,
-        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
+        slot_dtypes={"mu": ("mu_dtype", mu_dtype), "nu": ("nu_dtype", nu_dtype)},
         weight_decay=weight_decay,
         mask=mask,
         groups=groups,
@@ -174,7 +174,7 @@ def adamw(
         nesterov=nesterov,
         eps_inside=eps_inside,
         eps_root=eps_root,
-        slot_dtypes={"mu": mu_dtype, "nu": nu_dtype},
+        slot_dtypes={"mu": ("mu_dtype", mu_dtype), "nu": ("nu_dtype", nu_dtype)},
         weight_decay=weight_decay,
         mask=mask,
         groups=groups,
