@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ NEGATIVE_ZERO = np.float32(-0.0)
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(abc.ABC):
     """An optimizer's formula for one element, and the scalars it needs once a step.
 
     Symbols, the same in every rule:
@@ -37,13 +38,13 @@ class Rule:
     trust: ClassVar[bool] = False
     neutral: ClassVar[Mapping[str, float]] = {}
 
+    @abc.abstractmethod
     def scalars(self, h: Mapping[str, Any], t: jax.Array) -> dict[str, jax.Array]:
         """The scalars of step t (int32, from 1), from the hyperparameters `h`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def formula(self, s: Any, g: jax.Array, w: jax.Array | None, *slots: jax.Array) -> tuple:
         """``(u, *new_slots)``, elementwise."""
-        raise NotImplementedError
 
 
 def decay_term(wd: jax.Array, w: jax.Array) -> jax.Array:
