@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import pallas_kernels
 from fusedopt.packing import slot_dtype
 
 
@@ -36,21 +37,39 @@ def _is_float(x: Any) -> bool:
 
 
 def zero_or_nan(
-    g: jax.Array, unscale: jax.Array | None = None, *, squared: bool = False, dtype: Any = None
+    g: Any,
+    unscale: jax.Array | None = None,
+    *,
+    squared: bool = False,
+    dtype: Any = None,
+    backend: str | None = None,
 ) -> jax.Array:
     """0 if all of ``g * unscale`` (squared: its square) is finite in `dtype`, else NaN or infinite. 0-d, one read.
+
+    `g` is an array, or pieces, which `backend` reads where they lie unless they are joined already.
 
     A sum, because XLA on CPU drops NaN in large max reductions and vectorises none of the
     boolean ones; of x - x, because it makes a dot product out of a sum of x * 0, and for that a
     buffer of zeros as large as x. Squared, float32 gradients above 1.8446743e19 count as infinite.
     """
     dtype = slot_dtype(g.dtype) if dtype is None else dtype
-    x = g.astype(dtype)
-    if unscale is not None:
-        x = x * unscale.astype(dtype)
-    if squared:
-        x = x * x
-    return jnp.sum(x - x)
+    scalars = jnp.ones((1,), dtype) if unscale is None else unscale.astype(dtype).reshape(1)
+
+    def difference(s, g):
+        x = g.astype(dtype)
+        if unscale is not None:
+            x = x * s[0]
+        if squared:
+            x = x * x
+        return (x - x,)
+
+    if isinstance(g, pallas_kernels.Pieces) and g.whole is None and len(g.absent) < len(g.arrays):
+        sums = pallas_kernels.segment_sumsq(
+            difference, scalars, (g,), g.segments.sizes, row=g.row, backend=backend, name="fusedopt_has_nan"
+        )
+        return jnp.sum(sums.mid)
+    g = pallas_kernels.join(g)
+    return jnp.sum(difference((scalars[0],), g)[0])
 
 
 def any_nan(zeros: Sequence[jax.Array]) -> jax.Array:

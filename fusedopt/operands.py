@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,17 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from fusedopt import paths as _paths
-from fusedopt.layout import Bucket, FlatLayout, Segment
+from fusedopt.layout import Bucket, FlatLayout
 from fusedopt.optimizer import Optimizer
-from fusedopt.packing import FlatParams, check_shapes, gather, scatter
+from fusedopt.packing import FlatParams, check_shapes, gather
+from pallas_kernels import Pieces
 
 
 class Operands(NamedTuple):
     """Gradients or parameters as buffers, whatever they came as.
 
     Attributes:
-      buckets: one for each bucket of the layout; None for frozen buckets of a tree.
+      buckets: one for each bucket of the layout: an array, or the pieces of a tree's packed
+        bucket; None for frozen buckets of a tree.
       leaves: of the tree in order, None where absent; empty for FlatParams.
       source: the tree or FlatParams itself.
       treedef: of the tree, to build results with.
@@ -30,11 +34,10 @@ class Operands(NamedTuple):
     source: Any
     treedef: Any
 
-    def absent(self, layout: FlatLayout, bucket: Bucket) -> list[Segment]:
-        """The segments of a bucket that came without a gradient."""
-        if not self.leaves:
-            return []
-        return [s for s in layout.segments_of(bucket) if self.leaves[s.leaf] is None]
+    def absent(self, layout: FlatLayout, bucket: Bucket) -> bool:
+        """Whether the bucket came without any gradient."""
+        members = layout.segments_of(bucket)
+        return bool(self.leaves) and bool(members) and all(self.leaves[s.leaf] is None for s in members)
 
 
 def open_operands(opt: Optimizer, grads: Any, params: Any) -> tuple[FlatLayout, Operands, Operands | None]:
@@ -63,8 +66,14 @@ def open_operands(opt: Optimizer, grads: Any, params: Any) -> tuple[FlatLayout, 
     check_shapes(g.leaves, layout, "grads")
     _check_dtypes(g.leaves, layout)
 
+    def bucket(leaves, b):
+        x = gather(leaves, b, layout.segments_of(b), layout.align)
+        if isinstance(x, Pieces) and not pallas_kernels.runs_pieces(opt.backend, x):
+            x = dataclasses.replace(x, whole=x.joined)  # once, not wherever it is read
+        return x
+
     def buckets(leaves, frozen):
-        return [None if b.frozen and not frozen else gather(leaves, b, layout.segments_of(b)) for b in layout.buckets]
+        return [None if b.frozen and not frozen else bucket(leaves, b) for b in layout.buckets]
 
     p = None
     if params is not None:
@@ -86,7 +95,8 @@ def close_operands(layout: FlatLayout, new: list, g: Operands, p: Operands | Non
     for bucket, buffer in zip(layout.buckets, new, strict=True):
         if buffer is not None:
             members = layout.segments_of(bucket)
-            for s, leaf in zip(members, scatter(buffer, bucket, members), strict=True):
+            arrays = buffer.arrays if isinstance(buffer, Pieces) else [buffer]
+            for s, leaf in zip(members, arrays, strict=True):
                 out[s.leaf] = leaf
     return like.treedef.unflatten(out)
 
@@ -111,10 +121,3 @@ def _check_dtypes(leaves: Sequence[Any], layout: FlatLayout) -> None:
                 f"for a {s.dtype} parameter, got {jnp.result_type(x)}"
             )
 
-
-def restore(new: jax.Array, old: jax.Array, segments: Sequence[Segment]) -> jax.Array:
-    """`new` with the given segments as they are in `old`."""
-    for s in segments:
-        kept = jax.lax.slice(old, (s.offset,), (s.offset + s.size,)).astype(new.dtype)
-        new = jax.lax.dynamic_update_slice(new, kept, (s.offset,))
-    return new

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from fusedopt import layout as _layout
 from fusedopt import paths as _paths
 from fusedopt.grouping import place
 from fusedopt.layout import Bucket, FlatLayout, Packing, Segment
 from fusedopt.paths import show
+from pallas_kernels import Pieces
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -66,7 +68,9 @@ class FlatParams:
         leaves: list[Any] = [None] * self.layout.num_leaves
         for bucket, buffer in zip(self.layout.buckets, self.buckets, strict=True):
             members = self.layout.segments_of(bucket)
-            for segment, leaf in zip(members, scatter(buffer, bucket, members), strict=True):
+            row = self.layout.align
+            parts = [buffer] if bucket.solo else pieces_of(bucket, members, row).split(buffer)
+            for segment, leaf in zip(members, parts, strict=True):
                 leaves[segment.leaf] = leaf
         carried = iter(self.rest)
         for i in self.layout.others:
@@ -111,7 +115,11 @@ def pack(params: Any, tx: Any = None, *, packing: Packing | None = None) -> Flat
     else:
         layout = optimizer.layout_of(flat, "params", packing=packing)
     leaves = flat.leaves
-    buckets = [gather(leaves, b, layout.segments_of(b), copy=True) for b in layout.buckets]
+    buckets = []
+    for bucket in layout.buckets:
+        whole = pallas_kernels.join(gather(leaves, bucket, layout.segments_of(bucket), layout.align))
+        # A leaf that fills its bucket would otherwise be the caller's own array.
+        buckets.append(jnp.array(whole, copy=True) if len(layout.sizes_of(bucket)) == 1 else whole)
     rest = [jnp.array(leaves[i], copy=True) for i in layout.others if i not in layout.absent]
     return FlatParams(buckets, rest, layout)
 
@@ -121,49 +129,23 @@ def _default_layout(flat: _paths.Flattened, packing: Packing) -> FlatLayout:
     return _layout.build(flat.treedef, names, leaves, place(names, leaves), (), packing)
 
 
-def gather(leaves: Sequence[Any], bucket: Bucket, members: Sequence[Segment], copy: bool = False) -> jax.Array:
-    """The buffer of a bucket from the leaves of a tree; absent leaves (None) count as zeros.
+def gather(leaves: Sequence[Any], bucket: Bucket, members: Sequence[Segment], row: int) -> Any:
+    """A bucket from the leaves of a tree: the leaf itself if solo, else pieces that stay where they are.
 
-    A packed buffer has the leaves' common dtype; if they differ (bfloat16 gradients beside
-    float32 ones), float32 or wider.
+    Absent leaves are None; a solo one counts as zeros. The pieces' dtype is the leaves' common one; if they differ
+    (bfloat16 gradients beside float32 ones), float32 or wider.
     """
-    if bucket.solo:
-        leaf = leaves[members[0].leaf]
-        if leaf is None:
-            return jnp.zeros(bucket.shape, bucket.dtype)
-        return jnp.array(leaf, copy=True) if copy else jnp.asarray(leaf)
     arrays = [None if leaves[s.leaf] is None else jnp.asarray(leaves[s.leaf]) for s in members]
+    if bucket.solo:
+        return jnp.zeros(bucket.shape, bucket.dtype) if arrays[0] is None else arrays[0]
     dtypes = {x.dtype for x in arrays if x is not None}
     dtype = next(iter(dtypes), bucket.dtype) if len(dtypes) < 2 else slot_dtype(bucket.dtype)
-    pieces, end = [], 0
-    for s, x in zip(members, arrays, strict=True):
-        if s.size and x is not None:
-            pieces.append(x.astype(dtype).reshape(-1))
-        elif s.size:
-            pieces.append(jnp.zeros((s.size,), dtype))
-        if s.padding:
-            pieces.append(jnp.zeros((s.padding,), dtype))
-        end = s.offset + s.size + s.padding
-    if end < bucket.size:
-        pieces.append(jnp.zeros((bucket.size - end,), dtype))
-    if not pieces:
-        return jnp.zeros(bucket.shape, dtype)
-    # One piece comes back as it is, the caller's own array where that fills the bucket.
-    return jnp.array(pieces[0], copy=copy) if len(pieces) == 1 else jnp.concatenate(pieces)
+    return pieces_of(bucket, members, row).replaced(arrays, dtype)
 
 
-def scatter(buffer: Any, bucket: Bucket, members: Sequence[Segment]) -> list[Any]:
-    """The leaves of a bucket, in the order of its segments."""
-    if bucket.solo:
-        return [buffer]
-    sizes: list[int] = []
-    for s in members:
-        sizes += [s.size, s.padding]
-    sizes.append(bucket.size - sum(sizes))
-    # One split: its transpose is one concatenate, where slices would be as many pads and adds.
-    pieces = jax.lax.split(buffer, sizes, axis=buffer.ndim - 1)
-    batch = buffer.shape[:-1]
-    return [x.reshape(batch + s.shape) for x, s in zip(pieces[: 2 * len(members) : 2], members, strict=True)]
+def pieces_of(bucket: Bucket, members: Sequence[Segment], row: int) -> Pieces:
+    """The places of a packed bucket's leaves, without the leaves."""
+    return Pieces((), tuple(s.shape for s in members), row, bucket.size, bucket.dtype)
 
 
 def slot_dtype(dtype: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pallas_kernels
 from fusedopt.guard import any_nan, zero_or_nan
 from fusedopt.layout import Bucket, FlatLayout
-from fusedopt.operands import close_operands, open_operands, restore
+from fusedopt.operands import close_operands, open_operands
 from fusedopt.optimizer import FusedState, Optimizer
 from fusedopt.packing import slot_dtype
 from fusedopt.rules import Rule
@@ -71,9 +71,8 @@ def step(
             continue
         old = [getattr(state, slot)[live] for slot in opt.rule.slots]
         live += 1
-        absent = g.absent(layout, bucket)
-        if len(absent) == bucket.last - bucket.first and absent:
-            result, changed = (w if in_place else jnp.zeros(bucket.shape, bucket.dtype)), old
+        if g.absent(layout, bucket):  # no gradient is not a zero gradient: nothing changes
+            result, changed = (w if in_place else _no_update(g.buckets[i], bucket)), old
         else:
             result, changed = _update_bucket(
                 opt,
@@ -87,10 +86,6 @@ def step(
                 old,
                 in_place,
             )
-            if absent:  # no gradient is not a zero gradient: these keep what they had
-                before = w if in_place else jnp.zeros_like(result)
-                result = restore(result, before, absent)
-                changed = [restore(a, b, absent) for a, b in zip(changed, old, strict=True)]
         new.append(result)
         for slot, buffer in zip(opt.rule.slots, changed, strict=True):
             slots[slot].append(buffer)
@@ -143,7 +138,9 @@ def _nonfinite(opt, layout, g, norms, unscale) -> jax.Array:
         elif g.buckets[i] is not None:
             squared = opt.rule_of(b).squares_gradient and not b.frozen
             # In the dtype of the formula: float64 gradients of a float32 parameter may overflow there.
-            zeros.append(zero_or_nan(g.buckets[i], unscale, squared=squared, dtype=slot_dtype(b.dtype)))
+            zeros.append(
+                zero_or_nan(g.buckets[i], unscale, squared=squared, dtype=slot_dtype(b.dtype), backend=opt.backend)
+            )
     return any_nan(zeros)
 
 
@@ -198,6 +195,12 @@ def _update_bucket(
         name=f"fusedopt_{type(rule).__name__.lower()}_{bucket.group}",
     )
     return (new[0], list(new[1:])) if in_place else (emitted[0], list(new))
+
+
+def _no_update(g: Any, bucket: Bucket) -> Any:
+    if isinstance(g, pallas_kernels.Pieces):
+        return g.replaced((jnp.zeros(shape, bucket.dtype) for shape in g.shapes), bucket.dtype)
+    return jnp.zeros(bucket.shape, bucket.dtype)
 
 
 def _body(rule: Rule, names, dtype, num_slots: int, decays: bool, in_place: bool, has_w: bool):

@@ -13,6 +13,7 @@ import numpy as np
 from pallas_kernels import tiling
 from pallas_kernels.dispatch import Backend, interpreting, resolve_backend
 from pallas_kernels.elementwise_xla import Call, elementwise_xla
+from pallas_kernels.pieces import Pieces, on_joined
 
 FLOATS = tuple(np.dtype(t) for t in (jnp.bfloat16, np.float16, np.float32, np.float64))
 
@@ -48,9 +49,9 @@ def elementwise(
             Each is 0-d or has the block's shape.
         scalars: float32 or float64, (k,) with k <= 16.
         updated: buffers of one shape, any rank, bf16, f16, f32 or f64, dtypes may differ. Replaced: in place where
-            the caller donates them; otherwise the caller's arrays stay as they are.
-        read: buffers of the same shape, only read.
-        emit: dtypes of new buffers of that shape.
+            the caller donates them; otherwise the caller's arrays stay as they are. Some may be `Pieces`.
+        read: buffers of the same shape, or `Pieces`, only read.
+        emit: dtypes of new buffers of that shape; `Pieces` if any of the others are.
         row_scalars: arrays (size // row,): one value for every `row` consecutive elements. The buffers must then
             be 1-D, their size a multiple of `row`.
         row: a power of two from 128 to 1024.
@@ -63,29 +64,41 @@ def elementwise(
     Raises:
         ValueError: shapes, counts or `backend` that do not fit. TypeError: dtypes that do not fit.
     """
-    updated, read, row_scalars = (tuple(map(jnp.asarray, xs)) for xs in (updated, read, row_scalars))
+    updated, read, row_scalars = (tuple(map(as_buffer, xs)) for xs in (updated, read, row_scalars))
     scalars = jnp.asarray(scalars)
     emit = tuple(np.dtype(dtype) for dtype in emit)
     buffers = _check(scalars, updated, read, emit, row_scalars, row)
     shape = buffers[0].shape
-    refused = refused_tail(buffers[0].size) if backend is None else {}
-    chosen = resolve_backend(backend, (*buffers, scalars, *row_scalars), refused=refused)
-    if buffers[0].size == 0:
+    pieces = any(isinstance(x, Pieces) for x in buffers)
+    refused = {}
+    if backend is None:
+        refused = REFUSED_PIECES if pieces else refused_tail(buffers[0].size)
+    chosen = resolve_backend(backend, jax.tree.leaves((buffers, scalars, row_scalars)), refused=refused)
+    if not pieces and buffers[0].size == 0:
         return updated, tuple(jnp.zeros(shape, dtype) for dtype in emit)
     call = Call(fn, emit, row, early_exit, name, interpreting())
-    return _launcher(chosen)(call, scalars, updated, read, row_scalars)
+    launcher = _launcher(chosen)
+    if pieces:
+        launcher = _launcher("pieces") if chosen == "triton" else functools.partial(on_joined, launcher)
+    return launcher(call, scalars, updated, read, row_scalars)
 
 
 @functools.cache
-def _launcher(backend: Backend) -> Callable[..., Any]:
+def _launcher(backend: str) -> Callable[..., Any]:
     # Imported on first use: a CPU-only host never loads a GPU dialect.
     if backend == "mosaic":
         from pallas_kernels.elementwise_mosaic import elementwise_mosaic as launcher
     elif backend == "triton":
         from pallas_kernels.elementwise_triton import elementwise_triton as launcher
+    elif backend == "pieces":
+        from pallas_kernels.pieces_triton import elementwise_pieces_triton as launcher
     else:
         launcher = elementwise_xla
     return launcher
+
+
+def as_buffer(x: Any) -> Any:
+    return x if isinstance(x, Pieces) else jnp.asarray(x)
 
 
 def _check(scalars, updated, read, emit, row_scalars, row) -> tuple[jax.Array, ...]:
@@ -99,6 +112,7 @@ def _check(scalars, updated, read, emit, row_scalars, row) -> tuple[jax.Array, .
             check_float(f"{argument}[{i}]", x.dtype)
             if x.shape != buffers[0].shape:
                 raise ValueError(f"`{argument}[{i}]` has shape {x.shape}, expected {buffers[0].shape}")
+    check_pieces(buffers)
     for i, dtype in enumerate(emit):
         check_float(f"emit[{i}]", dtype)
     if row_scalars:
@@ -112,6 +126,25 @@ def _check(scalars, updated, read, emit, row_scalars, row) -> tuple[jax.Array, .
             if x.shape != (size // row,):
                 raise ValueError(f"`row_scalars[{i}]` has shape {x.shape}, expected {(size // row,)}")
     return buffers
+
+
+def check_pieces(buffers: Sequence[Any]) -> None:
+    pieces = [x for x in buffers if isinstance(x, Pieces)]
+    for x in pieces:
+        if (x.shapes, x.row) != (pieces[0].shapes, pieces[0].row):
+            raise ValueError("buffers in pieces: expected the same shapes and rows in all of a call")
+        for j, (piece, shape) in enumerate(zip(x.arrays, x.shapes, strict=True)):
+            if piece is not None and piece.shape != shape:
+                raise ValueError(f"piece {j} of a buffer has shape {piece.shape}, expected {shape}")
+
+
+REFUSED_PIECES: dict[Backend, str] = {"mosaic": "has no masked loads, which arrays of any size need where they lie"}
+
+
+def runs_pieces(backend: Backend | None, pieces: Pieces) -> bool:
+    """Whether `backend` has kernels that leave these pieces where they are; otherwise it joins them."""
+    refused = REFUSED_PIECES if backend is None else {}
+    return resolve_backend(backend, jax.tree.leaves(pieces), refused=refused) == "triton"
 
 
 def refused_tail(size: int) -> dict[Backend, str]:

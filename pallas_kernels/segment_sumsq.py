@@ -12,7 +12,16 @@ import numpy as np
 
 from pallas_kernels import tiling
 from pallas_kernels.dispatch import Backend, interpreting, resolve_backend
-from pallas_kernels.elementwise import check_float, check_row, check_scalars, refused_tail
+from pallas_kernels.elementwise import (
+    REFUSED_PIECES,
+    as_buffer,
+    check_float,
+    check_pieces,
+    check_row,
+    check_scalars,
+    refused_tail,
+)
+from pallas_kernels.pieces import Pieces, join
 from pallas_kernels.segment_sumsq_xla import Call, row_sums_xla, scales
 
 
@@ -70,8 +79,8 @@ def segment_sumsq(
         fn: `fn(s, *blocks) -> tuple` of k elementwise results in the dtype of `scalars`; `s` and the blocks are
             as in `elementwise`.
         scalars: float32 or float64, (n,) with n <= 16. Its dtype is that of the sums.
-        arrays: 1-D, of one shape, bf16, f16, f32 or f64, at least as long as the padded segments. For a single
-            segment that fills the arrays exactly: any shape.
+        arrays: 1-D, of one shape, bf16, f16, f32 or f64, at least as long as the padded segments; or `Pieces`, of
+            which absent ones count as zeros. For a single segment that fills the arrays exactly: any shape.
         sizes: elements of each segment. Segment j starts at a multiple of `row`, right behind the padded end
             of segment j-1; an empty segment takes no row.
         row: a power of two from 128 to 1024.
@@ -82,21 +91,27 @@ def segment_sumsq(
     Raises:
         ValueError: shapes, sizes or `backend` that do not fit. TypeError: dtypes that do not fit.
     """
-    arrays, sizes, scalars = tuple(map(jnp.asarray, arrays)), tuple(map(int, sizes)), jnp.asarray(scalars)
-    solo = _check(scalars, arrays, sizes, row)
+    arrays, sizes, scalars = tuple(map(as_buffer, arrays)), tuple(map(int, sizes)), jnp.asarray(scalars)
+    pieces = any(isinstance(x, Pieces) for x in arrays)
+    solo = _check(scalars, arrays, sizes, row) and not pieces
     refused: dict[Backend, str] = {}
-    if solo and backend is None:
+    if pieces and backend is None:
+        refused = REFUSED_PIECES
+    elif solo and backend is None:
         refused = refused_tail(arrays[0].size)
     elif not solo and row != tiling.BLOCK:
         refused = {"mosaic": f"sums rows of {tiling.BLOCK} elements, got {row=}"}
-    chosen = resolve_backend(backend, (*arrays, scalars), refused=refused)
+    chosen = resolve_backend(backend, jax.tree.leaves((arrays, scalars)), refused=refused)
+    if pieces and chosen != "triton":
+        arrays, pieces = tuple(map(join, arrays)), False
     terms = _count_terms(fn, scalars, arrays)
     table = tiling.segments(sizes, row)
     if table.rows == 0:
         return SumSq(*(jnp.zeros((terms, len(sizes)), scalars.dtype) for _ in range(3)))
     call = Call(fn, terms, row, None if solo else table.valid, name, interpreting())
-    # Only reads: raveling costs nothing here, unlike around an update in place.
-    sums = _launcher(chosen)(call, scalars, tuple(x.reshape(-1) for x in arrays))
+    if not pieces:  # only reads: raveling costs nothing here, unlike around an update in place
+        arrays = tuple(x.reshape(-1) for x in arrays)
+    sums = _launcher("pieces" if pieces else chosen)(call, scalars, arrays)
     total = _add_all(sums) if solo else _add_rows(sums, table.tree)
     return SumSq(*jnp.moveaxis(total.reshape(terms, 3, len(sizes)), 1, 0))
 
@@ -120,11 +135,13 @@ def spread(values: jax.Array, sizes: Sequence[int], row: int, total: int) -> jax
 
 
 @functools.cache
-def _launcher(backend: Backend) -> Callable[..., jax.Array]:
+def _launcher(backend: str) -> Callable[..., jax.Array]:
     if backend == "mosaic":
         from pallas_kernels.segment_sumsq_mosaic import row_sums_mosaic as launcher
     elif backend == "triton":
         from pallas_kernels.segment_sumsq_triton import row_sums_triton as launcher
+    elif backend == "pieces":
+        from pallas_kernels.pieces_triton import row_sums_pieces_triton as launcher
     else:
         launcher = row_sums_xla
     return launcher
@@ -170,6 +187,9 @@ def _check(scalars, arrays, sizes, row) -> bool:
         check_float(f"arrays[{i}]", x.dtype)
         if x.shape != shape:
             raise ValueError(f"`arrays[{i}]` has shape {x.shape}, expected {shape}")
+    check_pieces(arrays)
+    if len({isinstance(x, Pieces) for x in arrays}) > 1:
+        raise ValueError("`arrays` must be all in pieces, or none of them")
     if any(n < 0 for n in sizes):
         raise ValueError(f"`sizes` must not be negative, got {sizes}")
     if sizes == (size,):

@@ -1,0 +1,139 @@
+"""A buffer in pieces: its segments are arrays of their own and stay where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.tiling import Segments, segments
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["arrays", "whole"],
+    meta_fields=["shapes", "row", "size", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """A 1-D buffer of which only the segments exist, each an array of its own.
+
+    `elementwise` and `segment_sumsq` take it in place of a buffer. On a GPU the kernels read and write the arrays
+    where they lie (multi-tensor); elsewhere they are joined to the buffer first and split behind.
+
+    Attributes:
+        arrays: one a segment, of any dtype that a buffer may have; None: a segment without a value, whose place in
+            the other buffers of the call is left alone.
+        shapes: of the segments, those of absent ones too.
+        row: segment j starts at a multiple of `row`, right behind the padded end of segment j-1.
+        size: elements of the buffer, padding counted.
+        dtype: of the buffer: what the arrays are cast to where they are read.
+        whole: the buffer, where somebody has joined it already.
+    """
+
+    arrays: tuple[Any, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    row: int
+    size: int
+    dtype: np.dtype
+    whole: Any = None
+
+    @property
+    def shape(self) -> tuple[int]:
+        """That of the buffer."""
+        return (self.size,)
+
+    @property
+    def ndim(self) -> int:
+        return 1
+
+    @property
+    def segments(self) -> Segments:
+        """Where the arrays lie in the buffer."""
+        return segments(tuple(map(math.prod, self.shapes)), self.row)
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The segments without a value."""
+        return frozenset(j for j, x in enumerate(self.arrays) if x is None)
+
+    @property
+    def joined(self) -> jax.Array:
+        """The buffer: (size,); zero between the segments and where one is absent."""
+        if self.whole is not None:
+            return self.whole
+        parts, end = [], 0
+        places = self.segments
+        for x, size, next_start in zip(self.arrays, places.sizes, places.starts[1:] * self.row, strict=True):
+            if size:
+                parts.append(jnp.zeros((size,), self.dtype) if x is None else x.astype(self.dtype).reshape(-1))
+            padding = int(next_start) - end - size
+            if padding:
+                parts.append(jnp.zeros((padding,), self.dtype))
+            end = int(next_start)
+        if end < self.size:
+            parts.append(jnp.zeros((self.size - end,), self.dtype))
+        if not parts:
+            return jnp.zeros((0,), self.dtype)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    def split(self, buffer: Any) -> list[Any]:
+        """What lies at the segments' places in `buffer` (..., size): arrays (..., *shape)."""
+        places, sizes = self.segments, []
+        for size, start, end in zip(places.sizes, places.starts[:-1], places.starts[1:], strict=True):
+            sizes += [size, int(end - start) * self.row - size]
+        sizes.append(self.size - sum(sizes))
+        # One split: its transpose is one concatenate, where slices would be as many pads and adds.
+        parts = lax.split(buffer, sizes, axis=buffer.ndim - 1)
+        batch = buffer.shape[:-1]
+        return [x.reshape(batch + shape) for x, shape in zip(parts[: 2 * len(self.shapes) : 2], self.shapes, strict=True)]
+
+    def replaced(self, arrays: Sequence[Any], dtype: Any = None) -> Pieces:
+        """Other arrays in the same places."""
+        return dataclasses.replace(self, arrays=tuple(arrays), dtype=np.dtype(dtype or self.dtype), whole=None)
+
+    def with_segments_of(self, new: jax.Array, old: jax.Array, which: frozenset[int]) -> jax.Array:
+        """The buffer `new` with the segments `which` as they are in `old`."""
+        places = self.segments
+        for j in sorted(which):
+            start, size = int(places.starts[j]) * self.row, places.sizes[j]
+            kept = lax.slice(old, (start,), (start + size,)).astype(new.dtype)
+            new = lax.dynamic_update_slice(new, kept, (start,))
+        return new
+
+
+def absent(buffers: Sequence[Any]) -> frozenset[int]:
+    """The segments that are absent from any of the buffers given in pieces."""
+    return frozenset().union(*(x.absent for x in buffers if isinstance(x, Pieces)))
+
+
+def join(x: Any) -> Any:
+    """A buffer from a buffer or its pieces."""
+    return x.joined if isinstance(x, Pieces) else x
+
+
+def on_joined(launcher: Any, call: Any, scalars: Any, updated: Any, read: Any, row_scalars: Any) -> Any:
+    """`elementwise` of buffers in pieces by a launcher that wants them whole: joined before, split behind."""
+    like = next(x for x in (*updated, *read) if isinstance(x, Pieces))
+    missing = absent((*updated, *read))
+    new, emitted = launcher(call, scalars, tuple(map(join, updated)), tuple(map(join, read)), row_scalars)
+    results = []
+    for old, x in zip(updated, new, strict=True):
+        if isinstance(old, Pieces):
+            arrays = old.split(x)
+            kept = (o if j in missing else a.astype(o.dtype) for j, (a, o) in enumerate(zip(arrays, old.arrays)))
+            results.append(old.replaced(kept))
+        else:
+            results.append(like.with_segments_of(x, old, missing))
+    outs = []
+    for x in emitted:
+        arrays = like.split(x)
+        outs.append(like.replaced((jnp.zeros_like(a) if j in missing else a for j, a in enumerate(arrays)), x.dtype))
+    return tuple(results), tuple(outs)

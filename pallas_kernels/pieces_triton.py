@@ -1,0 +1,275 @@
+"""`elementwise` and `segment_sumsq` of buffers in pieces as multi-tensor Triton kernels, for capability >= 8.0.
+
+Every piece is an operand of its own. A thread block finds its piece by comparing its number with constants, a binary
+tree of branches whose leaves the compiler merges into one load through a selected pointer: as many registers and the
+same 16-byte accesses as a kernel of one buffer, and no table to wait for.
+
+Upstream has deprecated Triton in Pallas: this file goes when jax drops `jax.experimental.pallas.triton`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels import compat
+from pallas_kernels import elementwise_xla as _elementwise
+from pallas_kernels import segment_sumsq_xla as _sumsq
+from pallas_kernels.elementwise_triton import PARAMS, WHOLE
+from pallas_kernels.launch import launch
+from pallas_kernels.pieces import Pieces, absent, join, on_joined
+from pallas_kernels.tiling import BLOCK, ROW
+
+compat.ignore_triton_deprecation()
+
+MAX_PIECES = 48
+"""Pieces of one kernel. The time to compile a kernel grows faster than their number."""
+
+
+class _Run:
+    """The pieces that one kernel takes: where each of them begins among the kernel's thread blocks."""
+
+    def __init__(self, members: Sequence[int], sizes: Sequence[int]):
+        self.members, self.sizes = tuple(members), tuple(sizes[j] for j in members)
+        self.starts = np.cumsum([0, *(-(-n // BLOCK) for n in self.sizes)]).tolist()
+
+    @property
+    def blocks(self) -> int:
+        return self.starts[-1]
+
+    def table(self, values: np.ndarray) -> Any:
+        """The members' values as an operand: int32."""
+        # The tail stands for nothing: XLA computes an arithmetic sequence by a kernel instead of storing it.
+        return jnp.asarray([*values[list(self.members)], -1, -3, -1], jnp.int32)
+
+    def find(self, block: Any, visit: Callable[..., Any]) -> Any:
+        """`visit(k, offset, inside)` for the k-th piece, which thread block `block` belongs to: what it covers begins
+        at element `offset` of the piece, and `inside` masks what lies behind the end (None: nothing does)."""
+
+        def leaf(k):
+            offset = (block - self.starts[k]) * BLOCK
+            # The size is a constant: the compiler sees whether four neighbours share their fate, and loads 16 bytes.
+            inside = None if self.sizes[k] % BLOCK == 0 else offset + _iota() < self.sizes[k]
+            return visit(k, offset, inside)
+
+        def between(low, high):
+            if high - low == 1:
+                return leaf(low)
+            middle = (low + high) // 2
+            return lax.cond(
+                block < self.starts[middle], lambda: between(low, middle), lambda: between(middle, high)
+            )
+
+        return between(0, len(self.sizes))
+
+
+def _runs(like: Pieces, members: Sequence[int]) -> list[_Run]:
+    """Kernels of about equally many pieces. Sorted by size, so that equal kernels arise and are compiled once."""
+    sizes = like.segments.sizes
+    members = sorted((j for j in members if sizes[j]), key=lambda j: sizes[j])
+    count = -(-len(members) // MAX_PIECES)
+    width = -(-len(members) // max(count, 1))
+    return [_Run(members[i : i + width], sizes) for i in range(0, len(members), max(width, 1))]
+
+
+def _iota():
+    return jnp.arange(BLOCK, dtype=jnp.int32)
+
+
+def _load(ref, offset, inside, dtype=None):
+    x = plt.load(ref.at[pl.ds(offset, BLOCK)], mask=inside, other=None if inside is None else 0)
+    return x if dtype is None else x.astype(dtype)
+
+
+def _flat(x: Any) -> Any:
+    return x.reshape(-1)
+
+
+def elementwise_pieces_triton(call: _elementwise.Call, scalars, updated, read, row_scalars):
+    definition = functools.partial(on_joined, _elementwise.elementwise_xla, call)
+    kernel = functools.partial(_elementwise_kernels, call)
+    return launch(kernel, definition, scalars, updated, read, row_scalars, interpret=call.interpret)
+
+
+def _elementwise_kernels(call, scalars, updated, read, row_scalars):
+    like = next(x for x in (*updated, *read) if isinstance(x, Pieces))
+    missing = absent((*updated, *read))
+    updated = list(updated)
+    emitted = [like.replaced(map(jnp.zeros, like.shapes, [dtype] * len(like.shapes)), dtype) for dtype in call.emit]
+    for run in _runs(like, [j for j in range(len(like.shapes)) if j not in missing]):
+        new, out = _elementwise_kernel(call, run, like, scalars, updated, read, row_scalars)
+        for i, (old, x) in enumerate(zip(updated, new, strict=True)):
+            updated[i] = _with(old, run.members, x) if isinstance(old, Pieces) else x
+        emitted = [_with(old, run.members, x) for old, x in zip(emitted, out, strict=True)]
+    return tuple(updated), tuple(emitted)
+
+
+def _with(pieces: Pieces, members: Sequence[int], arrays: Sequence[Any]) -> Pieces:
+    new = list(pieces.arrays)
+    for j, x in zip(members, arrays, strict=True):
+        new[j] = x.reshape(pieces.shapes[j])
+    return pieces.replaced(new)
+
+
+def _elementwise_kernel(call, run: _Run, like: Pieces, scalars, updated, read, row_scalars):
+    """New arrays for `updated` and `emit`, of the run's members where those are pieces."""
+    width, buffers, n_updated = len(run.members), (*updated, *read), len(updated)
+    scattered = [isinstance(x, Pieces) for x in buffers]
+    # In ROWs: int32 reaches to the end of any bucket, and the compiler sees the alignment.
+    places = run.table(like.segments.starts * (like.row // ROW))
+    padded = [-(-n // like.row) * like.row for n in run.sizes]
+    short = any(n % BLOCK for n in padded)
+
+    operands = [scalars, places, *row_scalars]
+    head = len(operands)
+    where, aliases, out_types, outs = [], {}, [], []  # `where`: first operand of each buffer; `outs`: first output
+    for i, x in enumerate(buffers):
+        where.append(len(operands))
+        arrays = [_flat(x.arrays[j]) for j in run.members] if scattered[i] else [x]
+        if i < n_updated:
+            outs.append(len(out_types))
+            aliases |= {len(operands) + k: len(out_types) + k for k in range(len(arrays))}
+            out_types += [(y.shape, y.dtype) for y in arrays]
+        operands += arrays
+    for dtype in call.emit:
+        outs.append(len(out_types))
+        out_types += [((n,), dtype) for n in run.sizes]
+
+    def body(scalars_ref, places_ref, *refs):
+        rate_refs, in_refs, out_refs = refs[: head - 2], refs[head - 2 : len(operands) - 2], refs[len(operands) - 2 :]
+        in_refs = (None,) * head + in_refs
+        block = pl.program_id(0)  # outside of every branch, where the interpreter cannot lower it
+
+        def load(k, offset, inside):
+            blocks = [
+                _load(in_refs[first + k], offset, inside, x.dtype)
+                for x, first, is_pieces in zip(buffers, where, scattered, strict=True)
+                if is_pieces
+            ]
+            # Where this block lies in the other buffers, and how far its segment reaches there, in ROWs.
+            return blocks, places_ref[k] + offset // ROW, jnp.minimum((padded[k] - offset) // ROW, BLOCK // ROW)
+
+        def update():
+            blocks, place, rows = run.find(block, load)
+            place = pl.multiple_of(place * ROW, ROW)
+            mine = _iota() < pl.multiple_of(rows * ROW, ROW) if short else None
+            blocks = iter(blocks)
+            blocks = [
+                next(blocks) if is_pieces else _load(in_refs[first], place, mine)
+                for first, is_pieces in zip(where, scattered, strict=True)
+            ]
+            s = tuple(scalars_ref[i] for i in range(scalars.size))
+            s += tuple(ref[place // call.row] for ref in rate_refs)
+            results = call.outputs(s, blocks[:n_updated], blocks[n_updated:])
+
+            def store(k, offset, inside):
+                for y, first, is_pieces in zip(results, outs, stores_pieces, strict=True):
+                    if is_pieces:
+                        ref = out_refs[first + k]
+                        plt.store(ref.at[pl.ds(offset, BLOCK)], y.astype(ref.dtype), mask=inside)
+                return ()
+
+            for y, first, is_pieces in zip(results, outs, stores_pieces, strict=True):
+                if not is_pieces:
+                    plt.store(out_refs[first].at[pl.ds(place, BLOCK)], y, mask=mine)
+            if any(stores_pieces):
+                run.find(block, store)
+
+        def clear():
+            def store(k, offset, inside):
+                for first, dtype in zip(outs[n_updated:], call.emit, strict=True):
+                    zeros = jnp.zeros((BLOCK,), dtype)
+                    plt.store(out_refs[first + k].at[pl.ds(offset, BLOCK)], zeros, mask=inside)
+                return ()
+
+            run.find(block, store)
+
+        if not call.early_exit:
+            return update()
+        pl.when(scalars_ref[0] == 0)(update)
+        if call.emit:
+            pl.when(scalars_ref[0] != 0)(clear)
+
+    stores_pieces = [*scattered[:n_updated], *(True for _ in call.emit)]
+    results = pl.pallas_call(
+        body,
+        out_shape=[compat.out_type(shape, dtype, *operands) for shape, dtype in out_types],
+        grid=(run.blocks,),
+        in_specs=[WHOLE] * len(operands),
+        out_specs=[WHOLE] * len(out_types),
+        input_output_aliases=aliases,
+        compiler_params=PARAMS,
+        interpret=call.interpret,
+        name=call.name,
+    )(*operands)
+    taken = [results[first : first + width] if many else results[first] for first, many in zip(outs, stores_pieces)]
+    return taken[:n_updated], taken[n_updated:]
+
+
+def row_sums_pieces_triton(call: _sumsq.Call, scalars, arrays):
+    """The row sums of the joined buffers; an absent piece counts as zeros."""
+
+    def definition(scalars, arrays):
+        return _sumsq.row_sums_xla(call, scalars, tuple(map(join, arrays)))
+
+    return launch(functools.partial(_row_sums_kernels, call), definition, scalars, arrays, interpret=call.interpret)
+
+
+def _row_sums_kernels(call, scalars, arrays):
+    like = arrays[0]
+    sums = None
+    for run in _runs(like, range(len(like.shapes))):
+        sums = _row_sums_kernel(call, run, like, scalars, arrays, sums)
+    return sums.reshape(3 * call.terms, len(call.valid))
+
+
+def _row_sums_kernel(call, run: _Run, like: Pieces, scalars, arrays, sums):
+    """Adds the rows of the run's members to `sums` (flat), in place; None: to a new array."""
+    places = run.table(like.segments.starts)
+    rows, per_block = len(call.valid), BLOCK // call.row
+    present = [[x.arrays[j] is not None for j in run.members] for x in arrays]
+    pieces = [[_flat(x.arrays[j]) for j in run.members if x.arrays[j] is not None] for x in arrays]
+    operands = [scalars, places, *(x for some in pieces for x in some)]
+    aliases = {}
+    if sums is not None:
+        aliases = {len(operands): 0}
+        operands.append(sums)
+
+    def body(scalars_ref, places_ref, *refs):
+        refs, out_ref = iter(refs), refs[-1]
+        refs = [[next(refs) if here else None for here in some] for some in present]
+        block = pl.program_id(0)
+
+        def load(k, offset, inside):
+            blocks = [
+                jnp.zeros((BLOCK,), x.dtype) if some[k] is None else _load(some[k], offset, inside, x.dtype)
+                for x, some in zip(arrays, refs, strict=True)
+            ]
+            return blocks, places_ref[k] + offset // call.row, run.sizes[k] - offset
+
+        blocks, place, left = run.find(block, load)
+        s = tuple(scalars_ref[i] for i in range(scalars.size))
+        # One mask for all pieces, not one in each branch: here the compiler need not see alignment.
+        first_of_row = jnp.arange(per_block, dtype=jnp.int32) * call.row
+        for i, x in enumerate(_sumsq.scaled_squares(call.counted(s, blocks, _iota() < left))):
+            row_sums = jnp.sum(x.reshape(per_block, call.row), axis=1)
+            plt.store(out_ref.at[pl.ds(i * rows + place, per_block)], row_sums, mask=first_of_row < left)
+
+    return pl.pallas_call(
+        body,
+        out_shape=compat.out_type((3 * call.terms * rows,), scalars.dtype, *operands),
+        grid=(run.blocks,),
+        in_specs=[WHOLE] * len(operands),
+        out_specs=WHOLE,
+        input_output_aliases=aliases,
+        compiler_params=PARAMS,
+        interpret=call.interpret,
+        name=call.name,
+    )(*operands)
