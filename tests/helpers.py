@@ -363,6 +363,20 @@ OPTIMIZERS: tuple[Case, ...] = (
 OPTIMIZER_NAMES = tuple(c.name for c in OPTIMIZERS)
 
 
+def each_once(others: Sequence[Any], all_of: Sequence[str] = ("adamw", "lars")) -> list[tuple[str, Any]]:
+    """(optimizer, other) pairs: those of `all_of` with each of `others`, the rest with one each, in turn.
+
+    What is varied beside the optimizer (mode, packing, backend) is one piece of code for all rules, so that not every
+    rule needs to meet each of its branches.
+    """
+    return [
+        (name, other)
+        for i, name in enumerate(OPTIMIZER_NAMES)
+        for j, other in enumerate(others)
+        if name in all_of or i % len(others) == j
+    ]
+
+
 def case(name: str) -> Case:
     return next(c for c in OPTIMIZERS if c.name == name)
 

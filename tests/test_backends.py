@@ -10,11 +10,11 @@ import pytest
 import fusedopt
 import pallas_kernels
 from pallas_kernels import compat
-from tests.helpers import OPTIMIZER_NAMES, assert_close, assert_equal, case, filled, gradients
+from tests.helpers import assert_close, assert_equal, case, each_once, filled, gradients
 
 KERNELS = [b for b in ("mosaic", "triton") if b != "mosaic" or compat.HAS_MOSAIC]
 # Each mode and each kind of kernel once; the other pairs are marked slow.
-DEFAULT = {("adamw", "apply"), ("lars", "flat"), ("sgd", "update")}
+DEFAULT = [("adamw", "apply"), ("lars", "flat"), ("sgd", "update")]
 
 # Ragged: odd sizes and a 0-d leaf in packed buckets, whole and broken blocks in solo ones.
 SHAPES = {
@@ -70,8 +70,7 @@ def program(name, backend, mode, packing):
     ("name", "mode"),
     [
         pytest.param(n, m, marks=[] if (n, m) in DEFAULT else [pytest.mark.slow])
-        for n in OPTIMIZER_NAMES
-        for m in ("update", "apply", "flat")
+        for n, m in dict.fromkeys([*DEFAULT, *each_once(("update", "apply", "flat"))])
     ],
 )
 def test_kernels_agree_with_the_definition(name, mode, backend):

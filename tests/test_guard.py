@@ -11,15 +11,16 @@ import optax
 import pytest
 
 import fusedopt
-from tests.helpers import MODES, OPTIMIZER_NAMES, assert_equal, avals, case, normal
+from tests.helpers import MODES, OPTIMIZER_NAMES, assert_equal, avals, case, each_once, normal
 
 NAN, INF = np.nan, np.inf
 # One optimizer for each path through the code; the others are marked slow.
 CORE = ("sgd", "adamw", "lars_optax")
 EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
-DEFAULT = {("lars", "apply"), ("sgd", "update"), ("lars_optax", "flat_apply"), *(("adamw", m) for m in MODES)}
+DEFAULT = [("lars", "apply"), ("sgd", "update"), ("lars_optax", "flat_apply"), *(("adamw", m) for m in MODES)]
 EVERY_MODE = [
-    pytest.param(n, m, marks=[] if (n, m) in DEFAULT else [pytest.mark.slow]) for n in OPTIMIZER_NAMES for m in MODES
+    pytest.param(n, m, marks=[] if (n, m) in DEFAULT else [pytest.mark.slow])
+    for n, m in dict.fromkeys([*DEFAULT, *each_once(MODES)])
 ]
 
 # A frozen group, packed and solo buckets, three dtypes, a 0-d and an empty leaf.

@@ -537,12 +537,3 @@ def test_R115_R116_R117_all_groups_and_dtypes_share_one_count():
     u, state = update(p, state, p)
     for x in jax.tree.leaves(u):  # with b1 = b2 = 0 every step is the learning rate
         np.testing.assert_allclose(x.astype(jnp.float32), -0.1, rtol=4e-3)
-
-
-@pytest.mark.slow
-def test_R122_a_thousand_leaves_trace_and_compile():
-    params = {f"w{i}": jnp.ones((1, 7)) for i in range(1000)}
-    tx = fusedopt.lars(0.1)
-    compiled = jax.jit(tx.apply).lower(params, tx.init(params), params).compile()
-    new, _ = compiled(params, tx.init(params), params)
-    assert len(new) == 1000

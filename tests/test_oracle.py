@@ -12,6 +12,7 @@ from tests.helpers import (
     OPTIMIZER_NAMES,
     assert_close,
     case,
+    each_once,
     filled,
     final_params,
     flat_runs,
@@ -47,7 +48,7 @@ SMALL = {"conv": {"kernel": (3, 1, 2, 5), "bias": (129,)}, "big": (130, 130)}
 
 @pytest.mark.parametrize(
     ("name", "packing"),
-    [pytest.param(n, p, marks=() if (n, p) in FAST else pytest.mark.slow) for n in OPTIMIZER_NAMES for p in PACKINGS],
+    [pytest.param(n, p, marks=() if (n, p) in FAST else pytest.mark.slow) for n, p in each_once(list(PACKINGS))],
 )
 def test_all_three_modes_give_the_same_numbers(name, packing):
     params = filled(SMALL)

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fusedopt
-from tests.helpers import OPTIMIZER_NAMES, assert_close, assert_equal, avals, case, normal
+from tests.helpers import OPTIMIZER_NAMES, assert_close, assert_equal, avals, case, each_once, normal
 
 # One optimizer for each path through the code; the others are marked slow.
 CORE = ("adamw", "lars")
@@ -82,8 +82,7 @@ def test_r106_scan_while_cond_and_remat(name):
     ("name", "mode"),
     [
         pytest.param(n, m, marks=[] if (n, m) in (("adamw", "flat"), ("lars", "tree")) else [pytest.mark.slow])
-        for n in OPTIMIZER_NAMES
-        for m in ("tree", "flat")
+        for n, m in each_once(("tree", "flat"))
     ],
 )
 def test_vmap_is_an_ensemble(name, mode):

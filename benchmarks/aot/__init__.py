@@ -1,0 +1,1 @@
+"""Compiles for GPUs on a machine that has none, and reads what the GPU would run."""

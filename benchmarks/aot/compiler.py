@@ -1,0 +1,170 @@
+"""Ahead-of-time compilation for a GPU described by a file, and the facts that come out of it.
+
+Needs the `aot` extra: XLA's CUDA plugin compiles without a driver or a device. Registers and spills are those that
+NVIDIA's assembler reports; it comes with the extra too.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from benchmarks.aot import hlo
+
+TARGETS = pathlib.Path(__file__).parent / "targets"
+
+# Mosaic writes its kernels' text where this variable says; it is read when a kernel is compiled.
+MOSAIC_DUMP = {"MOSAIC_GPU_DUMP_TO": tempfile.mkdtemp(prefix="mosaic-"), "MOSAIC_GPU_DUMP_PTX": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What the assembler says of one kernel: its PTX, registers a thread, bytes spilled to local memory."""
+
+    ptx: str
+    registers: int
+    spilled: int
+
+    def vector_accesses(self) -> tuple[int, int]:
+        """(loads, stores) of 16 bytes."""
+        loads = re.findall(r"ld\.global\S*\.v(?:4\.\w32|2\.\w64|8\.\w16)", self.ptx)
+        stores = re.findall(r"st\.global\S*\.v(?:4\.\w32|2\.\w64|8\.\w16)", self.ptx)
+        return len(loads), len(stores)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program compiled for a target.
+
+    Attributes:
+        launches: (kind, captured) of each kernel or copy, in order; captured: inside a command buffer.
+        donated, aliased, temporary: bytes.
+        accessed: bytes that the kernels read and write.
+        kernels: by the name the source gave them (`fusedopt_adam_weight`), a list each.
+        seconds: that XLA took.
+    """
+
+    launches: tuple[tuple[str, bool], ...]
+    donated: int
+    aliased: int
+    temporary: int
+    accessed: int
+    kernels: dict[str, list[Kernel]]
+    seconds: float
+    text: str = dataclasses.field(repr=False)
+
+    def count(self, prefix: str = "") -> int:
+        """Launches; with a prefix, kernels of that name."""
+        if not prefix:
+            return len(self.launches)
+        return sum(x.label.startswith(prefix) for x in hlo.entry(self.text) if x.op == "custom-call")
+
+
+def missing() -> str:
+    """What the `aot` extra brings and is not here; empty if all is."""
+    wanted = ["jax_plugins.xla_cuda13", "jax_cuda13_plugin"]
+    lacks = [name for name in wanted if not _found(name)] + ([] if _assembler() else ["ptxas"])
+    return ", ".join(lacks)
+
+
+def _found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@functools.cache
+def mesh(target: str) -> jax.sharding.Mesh:
+    """A mesh of one device of the target ("h200", "a100", "t4", "unknown")."""
+    described = (TARGETS / f"{target}.pbtxt").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=described)
+    return topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+
+
+def on(target: str, tree: Any) -> Any:
+    """Abstract arrays that live on the target."""
+    sharding = jax.sharding.NamedSharding(mesh(target), jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def compile_for(target: str, fn: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Compiled:
+    """`jax.jit(fn, donate_argnums=donate)` for abstract `args`, compiled for the target."""
+    args = on(target, args)
+    os.environ.update(MOSAIC_DUMP)
+    with tempfile.TemporaryDirectory(prefix="aot-") as folder, jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh):
+        options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx", "xla_dump_hlo_as_text": True}
+        lowered = jax.jit(fn, donate_argnums=tuple(donate)).lower(*args)
+        start = time.perf_counter()
+        compiled = lowered.compile(compiler_options=options)
+        seconds = time.perf_counter() - start
+        launches = tuple(_launches(pathlib.Path(folder)))
+        ptx = [path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx"))]
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    donated = sum(x.size * x.dtype.itemsize for i in donate for x in jax.tree.leaves(args[i]))
+    program = hlo.entry(text)
+    kernels = _kernels(ptx, {x.label for x in program if x.op == "custom-call"})
+    return Compiled(
+        launches,
+        donated,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        hlo.accessed_bytes(program),
+        kernels,
+        seconds,
+        text,
+    )
+
+
+def _launches(folder: pathlib.Path) -> Iterator[tuple[str, bool]]:
+    """From the last list of thunks that XLA wrote: what it will launch."""
+    lists = sorted(folder.glob("*thunk_sequence*"), key=lambda path: ("after" in path.name, path.name))
+    for line in lists[-1].read_text().splitlines():
+        match = re.match(r"(\s*)\d+: (k\w+)", line)
+        if match and match[2] != "kCommandBuffer":
+            yield match[2], bool(match[1])
+
+
+def _kernels(texts: list[str], names: set[str]) -> dict[str, list[Kernel]]:
+    found = collections.defaultdict(list)
+    dumped = pathlib.Path(MOSAIC_DUMP["MOSAIC_GPU_DUMP_TO"])
+    texts = texts + [path.read_text() for name in names for path in sorted(dumped.glob(f"{name}_[0-9]*.ptx"))]
+    for ptx in texts:
+        for entry in re.findall(r"\.entry (\w+)", ptx):
+            name = re.sub(r"(_mosaic_gpu_kernel|__\d+|_\d+)+$", "", entry)
+            found[name].append(_assemble(ptx))
+    return dict(found)
+
+
+@functools.cache
+def _assemble(ptx: str) -> Kernel:
+    architecture = re.search(r"\.target (sm_\w+)", ptx)[1]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [_assembler(), "-v", f"-arch={architecture}", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    return Kernel(ptx, max(map(int, re.findall(r"Used (\d+) registers", said))), spilled)
+
+
+@functools.cache
+def _assembler() -> str | None:
+    """ptxas: of the wheel that the `aot` extra installs, else of a CUDA toolkit."""
+    wheels = sorted(pathlib.Path(sysconfig.get_path("purelib")).glob("nvidia/*/bin/ptxas"))
+    return str(wheels[-1]) if wheels else shutil.which("ptxas")

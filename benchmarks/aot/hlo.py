@@ -1,0 +1,100 @@
+"""Reads a compiled program's text: which kernels it launches, and how many bytes they touch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+# What stands in a program and launches nothing.
+NO_KERNEL = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
+
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)$")
+_SHAPE = re.compile(r"\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of the entry computation.
+
+    Attributes:
+        name, op: as in the text.
+        sizes: bytes of each result.
+        operands: names.
+        label: the name that the source gave the kernel, or the instruction's own.
+        aliases: result index -> operand index, where a result is written over an operand.
+    """
+
+    name: str
+    op: str
+    sizes: tuple[int, ...]
+    operands: tuple[str, ...]
+    label: str
+    aliases: dict[int, int]
+
+
+def entry(text: str) -> list[Instruction]:
+    """The instructions of the entry computation, in the order in which they run."""
+    body = text[text.index("\nENTRY ") :].splitlines()[2:]
+    found = []
+    for line in body:
+        if line.startswith("}"):
+            break
+        if match := _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line)):
+            found.append(_instruction(match))
+    return found
+
+
+def _instruction(match: re.Match) -> Instruction:
+    rest = match["rest"]
+    arguments = rest[: _closing(rest)]
+    operands = tuple(re.findall(r"%([\w.\-]+)", arguments)) if match["op"] not in ("constant", "parameter") else ()
+    aliasing = re.search(r"output_to_operand_aliasing=\{(.*?\})\}", rest)
+    aliases = {int(i or 0): int(k) for i, k in _ALIAS.findall(aliasing[1] + "}")} if aliasing else {}
+    label = re.search(r'op_name="[^"]*?\b(fusedopt_\w+)', rest)
+    sizes = tuple(_bytes(*shape) for shape in _SHAPE.findall(match["type"]))
+    return Instruction(match["name"], match["op"], sizes, operands, label[1] if label else match["name"], aliases)
+
+
+def _closing(text: str) -> int:
+    depth = 1
+    for i, c in enumerate(text):
+        depth += (c == "(") - (c == ")")
+        if not depth:
+            return i
+    return len(text)
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
+
+
+def accessed_bytes(program: list[Instruction]) -> int:
+    """Bytes read and written by all kernels: operands and results, each once per kernel.
+
+    A kernel that continues another one's work, with a buffer that the first has handed on to be written in place,
+    takes its own part of that buffer: such a buffer counts once for all kernels of one name.
+    """
+    by_name = {x.name: x for x in program}
+    total = 0
+    for x in program:
+        if x.op in NO_KERNEL:
+            continue
+        continued = {i for i, name in enumerate(x.operands) if _maker(name, by_name).label == x.label and x.aliases}
+        total += sum(_size(name, by_name) for i, name in enumerate(x.operands) if i not in continued)
+        total += sum(size for i, size in enumerate(x.sizes) if x.aliases.get(i) not in continued)
+    return total
+
+
+def _maker(name: str, by_name: dict[str, Instruction]) -> Instruction:
+    """The instruction that computed a value, behind renamings."""
+    x = by_name[name]
+    while x.op in ("get-tuple-element", "bitcast", "tuple") and x.operands:
+        x = by_name[x.operands[0]]
+    return x
+
+
+def _size(name: str, by_name: dict[str, Instruction]) -> int:
+    return sum(by_name[name].sizes)
