@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import pallas_kernels
 from fusedopt.packing import slot_dtype
@@ -27,8 +28,11 @@ def has_nan(tree: Any) -> jax.Array:
     Returns:
       bool, 0-d.
     """
-    zeros = [zero_or_nan(jnp.asarray(x)) for x in jax.tree.leaves(tree) if _is_float(x)]
-    return any_nan(zeros)
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if _is_float(x)]
+    return any_nan([zero_or_nan([x for x in leaves if slot_dtype(x.dtype) == d], dtype=d) for d in WIDE])
+
+
+WIDE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 def _is_float(x: Any) -> bool:
@@ -37,39 +41,27 @@ def _is_float(x: Any) -> bool:
 
 
 def zero_or_nan(
-    g: Any,
+    arrays: Sequence[jax.Array],
     unscale: jax.Array | None = None,
     *,
     squared: bool = False,
-    dtype: Any = None,
+    dtype: Any,
     backend: str | None = None,
 ) -> jax.Array:
-    """0 if all of ``g * unscale`` (squared: its square) is finite in `dtype`, else NaN or infinite. 0-d, one read.
+    """0 if every ``x * unscale`` (squared: its square) is finite in `dtype`, else NaN. 0-d, one read.
 
-    `g` is an array, or pieces, which `backend` reads where they lie unless they are joined already.
-
-    A sum, because XLA on CPU drops NaN in large max reductions and vectorises none of the
-    boolean ones; of x - x, because it makes a dot product out of a sum of x * 0, and for that a
-    buffer of zeros as large as x. Squared, float32 gradients above 1.8446743e19 count as infinite.
+    Squared, float32 gradients above 1.8446743e19 count as infinite.
     """
-    dtype = slot_dtype(g.dtype) if dtype is None else dtype
+    if not arrays:
+        return jnp.zeros((), jnp.float32)
     scalars = jnp.ones((1,), dtype) if unscale is None else unscale.astype(dtype).reshape(1)
 
-    def difference(s, g):
-        x = g.astype(dtype)
+    def looked_at(s, x):
         if unscale is not None:
             x = x * s[0]
-        if squared:
-            x = x * x
-        return (x - x,)
+        return x * x if squared else x
 
-    if isinstance(g, pallas_kernels.Pieces) and g.whole is None and len(g.absent) < len(g.arrays):
-        sums = pallas_kernels.segment_sumsq(
-            difference, scalars, (g,), g.segments.sizes, row=g.row, backend=backend, name="fusedopt_has_nan"
-        )
-        return jnp.sum(sums.mid)
-    g = pallas_kernels.join(g)
-    return jnp.sum(difference((scalars[0],), g)[0])
+    return pallas_kernels.zero_or_nan(looked_at, scalars, arrays, backend=backend, name="fusedopt_has_nan")
 
 
 def any_nan(zeros: Sequence[jax.Array]) -> jax.Array:

@@ -100,6 +100,31 @@ def step(
 def _norms(opt, layout, g, p, values, unscale) -> dict[Bucket, jax.Array]:
     """Norms (2, segments) of what the trust ratio is made of, for each bucket that has one."""
     norms = {}
+    for buckets, w, grads, sizes, row in _measured_together(opt, layout, g, p):
+        first = buckets[0]
+        wd = of_group(values, first)["weight_decay"] if first.decays else None
+        dtype, own = values_dtype(values), slot_dtype(first.dtype)
+        one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
+        scalars = jnp.stack([one if unscale is None else unscale, zero if wd is None else wd])
+
+        def measured(s, w, g, dtype=dtype, own=own):
+            return opt.rule.measured(SimpleNamespace(wd=s[1]), g.astype(own).astype(dtype) * s[0], w.astype(dtype))
+
+        name = f"fusedopt_norms_{first.group}"
+        sums = pallas_kernels.segment_sumsq(
+            measured, scalars, (w, grads), sizes, row=row, backend=opt.backend, name=name
+        )
+        ends = np.cumsum([b.last - b.first for b in buckets])[:-1].tolist()
+        norms |= zip(buckets, jnp.split(pallas_kernels.norm(sums), ends, axis=1), strict=True)
+    return norms
+
+
+def _measured_together(opt, layout, g, p):
+    """(buckets, parameters, gradients, sizes, row) of each call that takes norms.
+
+    A packed bucket is one call. Solo ones that are treated alike are the pieces of one, where kernels can take them so.
+    """
+    alike: dict[tuple, list[int]] = {}
     for i, b in enumerate(layout.buckets):
         if b.frozen or not b.trust:
             continue
@@ -108,39 +133,35 @@ def _norms(opt, layout, g, p, values, unscale) -> dict[Bucket, jax.Array]:
                 f"`backend`='mosaic' takes norms of whole blocks: pack with packing=fusedopt.Packing("
                 f"align={pallas_kernels.BLOCK}), got align={layout.align}, or leave `backend` to the device"
             )
-        wd = of_group(values, b)["weight_decay"] if b.decays else None
-        dtype, own = values_dtype(values), slot_dtype(b.dtype)
-        one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
-        scalars = jnp.stack([one if unscale is None else unscale, zero if wd is None else wd])
-
-        def measured(s, w, g, dtype=dtype, own=own):
-            return opt.rule.measured(SimpleNamespace(wd=s[1]), g.astype(own).astype(dtype) * s[0], w.astype(dtype))
-
-        sums = pallas_kernels.segment_sumsq(
-            measured,
-            scalars,
-            (p.buckets[i], g.buckets[i]),
-            layout.sizes_of(b),
-            row=layout.align,
-            backend=opt.backend,
-            name=f"fusedopt_norms_{b.name}",
-        )
-        norms[b] = pallas_kernels.norm(sums)
-    return norms
+        together = b.solo and pallas_kernels.runs_pieces(opt.backend, g.buckets[i])
+        alike.setdefault((b.group, b.decays, b.dtype, g.buckets[i].dtype) if together else (i,), []).append(i)
+    for key, members in alike.items():
+        buckets = [layout.buckets[i] for i in members]
+        sizes = [n for b in buckets for n in layout.sizes_of(b)]
+        w, grads = ([x.buckets[i] for i in members] for x in (p, g))
+        if len(key) == 1:
+            yield buckets, w[0], grads[0], sizes, layout.align
+        else:
+            w, grads = (pallas_kernels.pieces_of(x, x[0].dtype) for x in (w, grads))
+            yield buckets, w, grads, sizes, grads.row
 
 
 def _nonfinite(opt, layout, g, norms, unscale) -> jax.Array:
     """Whether a gradient is unusable; the norms have seen those of their buckets already."""
-    zeros = []
-    for i, b in enumerate(layout.buckets):
-        if b in norms:
-            zeros.append(zero_or_nan(norms[b][1]))
-        elif g.buckets[i] is not None:
-            squared = opt.rule_of(b).squares_gradient and not b.frozen
-            # In the dtype of the formula: float64 gradients of a float32 parameter may overflow there.
-            zeros.append(
-                zero_or_nan(g.buckets[i], unscale, squared=squared, dtype=slot_dtype(b.dtype), backend=opt.backend)
-            )
+    alike: dict[tuple, list[jax.Array]] = {}
+    for b, x in zip(layout.buckets, g.buckets, strict=True):
+        if x is None or b in norms:
+            continue
+        squared = opt.rule_of(b).squares_gradient and not b.frozen
+        # In the dtype of the formula: float64 gradients of a float32 parameter may overflow there.
+        alike.setdefault((squared, slot_dtype(b.dtype)), []).extend(pallas_kernels.arrays_of(x))
+    zeros = [
+        zero_or_nan(arrays, unscale, squared=squared, dtype=dtype, backend=opt.backend)
+        for (squared, dtype), arrays in alike.items()
+    ]
+    if norms:
+        seen = jnp.concatenate([x[1] for x in norms.values()])
+        zeros.append(jnp.sum(seen - seen))
     return any_nan(zeros)
 
 
@@ -191,7 +212,9 @@ def _update_bucket(
         row_scalars=row_scalars,
         row=layout.align,
         early_exit=bad is not None,
-        backend=opt.backend,
+        # One leaf alone: XLA's kernel of it is as good as ours, compiles faster, and takes along what made the
+        # gradient (a cast, an unscale), which a kernel of ours would wait for.
+        backend="xla" if opt.backend is None and bucket.solo else opt.backend,
         name=f"fusedopt_{type(rule).__name__.lower()}_{bucket.group}",
     )
     return (new[0], list(new[1:])) if in_place else (emitted[0], list(new))

@@ -7,8 +7,11 @@ from pallas_kernels.dispatch import resolve_backend as resolve_backend
 from pallas_kernels.dispatch import supported_backends as supported_backends
 from pallas_kernels.elementwise import elementwise as elementwise
 from pallas_kernels.elementwise import runs_pieces as runs_pieces
+from pallas_kernels.nonfinite import zero_or_nan as zero_or_nan
 from pallas_kernels.pieces import Pieces as Pieces
+from pallas_kernels.pieces import arrays_of as arrays_of
 from pallas_kernels.pieces import join as join
+from pallas_kernels.pieces import pieces_of as pieces_of
 from pallas_kernels.segment_sumsq import SumSq as SumSq
 from pallas_kernels.segment_sumsq import norm as norm
 from pallas_kernels.segment_sumsq import segment_sumsq as segment_sumsq

@@ -13,6 +13,11 @@ VERSION: tuple[int, ...] = jax.version.__version_info__
 HAS_MOSAIC = VERSION >= (0, 11)
 
 
+# From 0.12 on XLA captures Mosaic kernels in its command buffers (CUDA graphs); before, each of them is a launch of its
+# own and cuts the graph in two. Goes when jax >= 0.12 is required.
+MOSAIC_IN_COMMAND_BUFFERS = VERSION >= (0, 12)
+
+
 def out_type(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.ShapeDtypeStruct:
     """The type of a kernel's output: as varying over the axes of a shard_map as its most varying operand.
 

@@ -16,7 +16,9 @@ from pallas_kernels import compat, tiling
 
 Backend = Literal["xla", "mosaic", "triton"]
 
-BACKENDS: tuple[Backend, ...] = ("mosaic", "triton", "xla")
+BACKENDS: tuple[Backend, ...] = (
+    ("mosaic", "triton", "xla") if compat.MOSAIC_IN_COMMAND_BUFFERS else ("triton", "mosaic", "xla")
+)
 """Best first: `backend=None` takes the first one that its device and arrays support."""
 
 # An abstract mesh knows the name of its devices and not their compute capability. First match wins.
@@ -118,11 +120,12 @@ def _supports(where: Target) -> dict[Backend, Support]:
     mosaic = needs("compute capability 9.x or 10.x", capability[0] in (9, 10))
     if not compat.HAS_MOSAIC:
         mosaic = Support(False, f"needs jax >= 0.11, this is {jax.__version__}")
-    return {
+    table: dict[Backend, Support] = {
         "mosaic": mosaic,
         "triton": needs("compute capability >= 8.0", capability >= (8, 0)),
         "xla": Support(True, "runs everywhere"),
     }
+    return {name: table[name] for name in BACKENDS}
 
 
 def supported_backends(device: Any = None) -> dict[str, Support]:

@@ -141,10 +141,10 @@ def check_pieces(buffers: Sequence[Any]) -> None:
 REFUSED_PIECES: dict[Backend, str] = {"mosaic": "has no masked loads, which arrays of any size need where they lie"}
 
 
-def runs_pieces(backend: Backend | None, pieces: Pieces) -> bool:
-    """Whether `backend` has kernels that leave these pieces where they are; otherwise it joins them."""
+def runs_pieces(backend: Backend | None, arrays: Any) -> bool:
+    """Whether `backend` has kernels that take these arrays as pieces, where they are; otherwise it joins them."""
     refused = REFUSED_PIECES if backend is None else {}
-    return resolve_backend(backend, jax.tree.leaves(pieces), refused=refused) == "triton"
+    return resolve_backend(backend, jax.tree.leaves(arrays), refused=refused) == "triton"
 
 
 def refused_tail(size: int) -> dict[Backend, str]:

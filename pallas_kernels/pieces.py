@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.tiling import Segments, segments
+from pallas_kernels.tiling import BLOCK, Segments, segments
 
 
 @functools.partial(
@@ -109,9 +109,23 @@ class Pieces:
         return new
 
 
+def pieces_of(arrays: Sequence[Any], dtype: Any) -> Pieces:
+    """Arrays of any shapes as the pieces of a buffer that nobody has: each on whole blocks of its own."""
+    shapes = tuple(x.shape for x in arrays)
+    rows = segments(tuple(map(math.prod, shapes)), BLOCK).rows
+    return Pieces(tuple(arrays), shapes, BLOCK, rows * BLOCK, np.dtype(dtype))
+
+
 def absent(buffers: Sequence[Any]) -> frozenset[int]:
     """The segments that are absent from any of the buffers given in pieces."""
     return frozenset().union(*(x.absent for x in buffers if isinstance(x, Pieces)))
+
+
+def arrays_of(x: Any) -> list[Any]:
+    """The arrays that a buffer consists of: itself, or its pieces without the absent ones; joined already, the whole."""
+    if not isinstance(x, Pieces):
+        return [x]
+    return [piece for piece in x.arrays if piece is not None] if x.whole is None else [x.whole]
 
 
 def join(x: Any) -> Any:

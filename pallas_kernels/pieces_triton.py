@@ -25,11 +25,12 @@ from pallas_kernels import segment_sumsq_xla as _sumsq
 from pallas_kernels.elementwise_triton import PARAMS, WHOLE
 from pallas_kernels.launch import launch
 from pallas_kernels.pieces import Pieces, absent, join, on_joined
-from pallas_kernels.tiling import BLOCK, ROW
+from pallas_kernels.segment_sumsq_xla import add_nodes
+from pallas_kernels.tiling import BLOCK, ROW, segments
 
 compat.ignore_triton_deprecation()
 
-MAX_PIECES = 48
+MAX_PIECES = 56
 """Pieces of one kernel. The time to compile a kernel grows faster than their number."""
 
 
@@ -213,27 +214,32 @@ def _elementwise_kernel(call, run: _Run, like: Pieces, scalars, updated, read, r
     return taken[:n_updated], taken[n_updated:]
 
 
-def row_sums_pieces_triton(call: _sumsq.Call, scalars, arrays):
-    """The row sums of the joined buffers; an absent piece counts as zeros."""
+def block_sums_triton(call: _sumsq.Call, scalars, arrays):
+    """big, mid, small of each term, (3 * terms, blocks): each piece in blocks of its own, piece after piece.
+
+    An absent piece counts as zeros. Of `call`, `row` and `valid` describe the rows of the joined buffers.
+    """
 
     def definition(scalars, arrays):
-        return _sumsq.row_sums_xla(call, scalars, tuple(map(join, arrays)))
+        # The rows of each block, added: blocks begin where pieces do, not where the buffer's blocks would.
+        sums = _sumsq.row_sums_xla(call, scalars, tuple(map(join, arrays)))
+        return add_nodes(sums, arrays[0].segments.blocks)
 
-    return launch(functools.partial(_row_sums_kernels, call), definition, scalars, arrays, interpret=call.interpret)
+    return launch(functools.partial(_block_sums, call), definition, scalars, arrays, interpret=call.interpret)
 
 
-def _row_sums_kernels(call, scalars, arrays):
+def _block_sums(call, scalars, arrays):
     like = arrays[0]
+    first = segments(like.segments.sizes, BLOCK).starts
     sums = None
     for run in _runs(like, range(len(like.shapes))):
-        sums = _row_sums_kernel(call, run, like, scalars, arrays, sums)
-    return sums.reshape(3 * call.terms, len(call.valid))
+        sums = _block_sums_kernel(call, run, first, scalars, arrays, sums)
+    return sums.reshape(3 * call.terms, int(first[-1]))
 
 
-def _row_sums_kernel(call, run: _Run, like: Pieces, scalars, arrays, sums):
-    """Adds the rows of the run's members to `sums` (flat), in place; None: to a new array."""
-    places = run.table(like.segments.starts)
-    rows, per_block = len(call.valid), BLOCK // call.row
+def _block_sums_kernel(call, run: _Run, first: np.ndarray, scalars, arrays, sums):
+    """Puts the sums of the run's members in their places of `sums` (flat); None: of a new array."""
+    places, blocks = run.table(first), int(first[-1])
     present = [[x.arrays[j] is not None for j in run.members] for x in arrays]
     pieces = [[_flat(x.arrays[j]) for j in run.members if x.arrays[j] is not None] for x in arrays]
     operands = [scalars, places, *(x for some in pieces for x in some)]
@@ -248,23 +254,21 @@ def _row_sums_kernel(call, run: _Run, like: Pieces, scalars, arrays, sums):
         block = pl.program_id(0)
 
         def load(k, offset, inside):
-            blocks = [
+            loaded = [
                 jnp.zeros((BLOCK,), x.dtype) if some[k] is None else _load(some[k], offset, inside, x.dtype)
                 for x, some in zip(arrays, refs, strict=True)
             ]
-            return blocks, places_ref[k] + offset // call.row, run.sizes[k] - offset
+            return loaded, places_ref[k] + offset // BLOCK, run.sizes[k] - offset
 
-        blocks, place, left = run.find(block, load)
+        loaded, place, left = run.find(block, load)
         s = tuple(scalars_ref[i] for i in range(scalars.size))
         # One mask for all pieces, not one in each branch: here the compiler need not see alignment.
-        first_of_row = jnp.arange(per_block, dtype=jnp.int32) * call.row
-        for i, x in enumerate(_sumsq.scaled_squares(call.counted(s, blocks, _iota() < left))):
-            row_sums = jnp.sum(x.reshape(per_block, call.row), axis=1)
-            plt.store(out_ref.at[pl.ds(i * rows + place, per_block)], row_sums, mask=first_of_row < left)
+        for i, x in enumerate(_sumsq.scaled_squares(call.counted(s, loaded, _iota() < left))):
+            out_ref[i * blocks + place] = jnp.sum(x)
 
     return pl.pallas_call(
         body,
-        out_shape=compat.out_type((3 * call.terms * rows,), scalars.dtype, *operands),
+        out_shape=compat.out_type((3 * call.terms * blocks,), scalars.dtype, *operands),
         grid=(run.blocks,),
         in_specs=[WHOLE] * len(operands),
         out_specs=WHOLE,

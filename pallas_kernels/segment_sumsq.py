@@ -22,7 +22,7 @@ from pallas_kernels.elementwise import (
     refused_tail,
 )
 from pallas_kernels.pieces import Pieces, join
-from pallas_kernels.segment_sumsq_xla import Call, row_sums_xla, scales
+from pallas_kernels.segment_sumsq_xla import Call, add_nodes, row_sums_xla, scales
 
 
 class SumSq(NamedTuple):
@@ -112,6 +112,8 @@ def segment_sumsq(
     if not pieces:  # only reads: raveling costs nothing here, unlike around an update in place
         arrays = tuple(x.reshape(-1) for x in arrays)
     sums = _launcher("pieces" if pieces else chosen)(call, scalars, arrays)
+    if pieces:
+        table = tiling.segments(sizes, tiling.BLOCK)
     total = _add_all(sums) if solo else _add_rows(sums, table.tree)
     return SumSq(*jnp.moveaxis(total.reshape(terms, 3, len(sizes)), 1, 0))
 
@@ -141,7 +143,7 @@ def _launcher(backend: str) -> Callable[..., jax.Array]:
     elif backend == "triton":
         from pallas_kernels.segment_sumsq_triton import row_sums_triton as launcher
     elif backend == "pieces":
-        from pallas_kernels.pieces_triton import row_sums_pieces_triton as launcher
+        from pallas_kernels.pieces_triton import block_sums_triton as launcher
     else:
         launcher = row_sums_xla
     return launcher
@@ -150,11 +152,7 @@ def _launcher(backend: str) -> Callable[..., jax.Array]:
 def _add_rows(sums: jax.Array, tree: Sequence[np.ndarray]) -> jax.Array:
     """(n, rows) -> (n, S). Gathers and pairwise adds: no atomics, no order that the compiler could choose."""
     for table in tree:
-        padded = jnp.pad(sums, ((0, 0), (0, 1)))
-        nodes = [jnp.take(padded, jnp.asarray(column), axis=1) for column in table.T]
-        while len(nodes) > 1:
-            nodes = [a + b for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
-        sums = nodes[0]
+        sums = add_nodes(sums, table)
     return sums
 
 

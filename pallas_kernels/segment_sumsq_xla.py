@@ -96,3 +96,12 @@ def _sum_rows(call: Call, s, blocks, mask) -> jax.Array:
         # One reduce of all the sums reads each array once; a reduce for each takes three times as long on CPU.
         zeros = tuple(jnp.zeros((), x.dtype) for x in squares)
         return jnp.stack(lax.reduce(squares, zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,)))
+
+
+def add_nodes(sums: jax.Array, table: np.ndarray) -> jax.Array:
+    """(n, rows) -> (n, nodes): one level of a reduction tree, the index past the end meaning zero."""
+    padded = jnp.pad(sums, ((0, 0), (0, 1)))
+    nodes = [jnp.take(padded, jnp.asarray(column), axis=1) for column in table.T]
+    while len(nodes) > 1:
+        nodes = [a + b for a, b in zip(nodes[::2], nodes[1::2], strict=True)]
+    return nodes[0]

@@ -75,17 +75,29 @@ class Segments:
             last = counts.max(initial=0) <= FAN_IN
             if last:
                 nodes = np.ones_like(counts)
-            ends = np.cumsum([0, *nodes])
             width = 1 << (int(min(counts.max(initial=1), FAN_IN)) - 1).bit_length()
-            # Node i starts FAN_IN terms behind its left neighbour of the same segment.
-            nth = np.arange(ends[-1]) - np.repeat(ends[:-1], nodes)
-            first = np.repeat(starts[:-1], nodes) + nth * FAN_IN
-            limit = np.repeat(starts[1:], nodes)
-            table = first[:, None] + np.arange(width)
-            levels.append(np.where(table < limit[:, None], table, starts[-1]).astype(np.int32))
+            levels.append(_terms(starts, nodes, FAN_IN, width))
             if last:
                 return tuple(levels)
-            starts = ends
+            starts = np.cumsum([0, *nodes])
+
+    @functools.cached_property
+    def blocks(self) -> np.ndarray:
+        """The rows of each block, where every segment has blocks of its own: int32 (blocks, BLOCK // row).
+
+        Like a table of `tree`: the index one past the last row means zero.
+        """
+        per_block = BLOCK // self.row
+        return _terms(self.starts, -(-np.diff(self.starts) // per_block), per_block, per_block)
+
+
+def _terms(starts: np.ndarray, nodes: np.ndarray, stride: int, width: int) -> np.ndarray:
+    """Terms of each node, (nodes.sum(), width): a node starts `stride` terms behind its left neighbour of the same
+    segment and takes up to `width` of them; terms of other segments are replaced by the index past the end."""
+    ends = np.cumsum([0, *nodes])
+    nth = np.arange(ends[-1]) - np.repeat(ends[:-1], nodes)
+    table = (np.repeat(starts[:-1], nodes) + nth * stride)[:, None] + np.arange(width)
+    return np.where(table < np.repeat(starts[1:], nodes)[:, None], table, starts[-1]).astype(np.int32)
 
 
 @functools.lru_cache(maxsize=256)

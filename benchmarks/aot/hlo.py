@@ -50,8 +50,8 @@ def _instruction(match: re.Match) -> Instruction:
     rest = match["rest"]
     arguments = rest[: _closing(rest)]
     operands = tuple(re.findall(r"%([\w.\-]+)", arguments)) if match["op"] not in ("constant", "parameter") else ()
-    aliasing = re.search(r"output_to_operand_aliasing=\{(.*?\})\}", rest)
-    aliases = {int(i or 0): int(k) for i, k in _ALIAS.findall(aliasing[1] + "}")} if aliasing else {}
+    aliasing = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", rest)
+    aliases = {int(i or 0): int(k) for i, k in _ALIAS.findall(aliasing[1])} if aliasing else {}
     label = re.search(r'op_name="[^"]*?\b(fusedopt_\w+)', rest)
     sizes = tuple(_bytes(*shape) for shape in _SHAPE.findall(match["type"]))
     return Instruction(match["name"], match["op"], sizes, operands, label[1] if label else match["name"], aliases)

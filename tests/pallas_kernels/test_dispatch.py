@@ -13,7 +13,7 @@ import pallas_kernels as pk
 from pallas_kernels import compat, dispatch
 from tests.pallas_kernels.cases import KERNELS, needs_mosaic, sgd
 
-HOPPER = "mosaic" if compat.HAS_MOSAIC else "triton"
+HOPPER = "mosaic" if compat.MOSAIC_IN_COMMAND_BUFFERS else "triton"
 
 # device kind, platform, the backend it gets
 DEVICES = [
@@ -52,7 +52,7 @@ def test_the_table(kind, platform, backend):
         assert pk.resolve_backend() == backend
         assert pk.resolve_backend(backend) == backend
     support = pk.supported_backends(AbstractDevice(kind, None, platform))
-    assert list(support) == ["mosaic", "triton", "xla"]
+    assert list(support) == list(dispatch.BACKENDS)
     assert next(name for name, s in support.items() if s) == backend
     for s in support.values():
         assert s.reason
@@ -106,7 +106,7 @@ def test_a_name_is_that_backend_or_every_reason(backend):
     with pytest.raises(ValueError, match=f"`backend`='{backend}' cannot run here") as error:
         pk.resolve_backend(backend)
     lines = str(error.value).splitlines()[1:]
-    assert [re.match(r"  (\w+): (yes|no), .+", line)[1] for line in lines] == ["mosaic", "triton", "xla"]
+    assert [re.match(r"  (\w+): (yes|no), .+", line)[1] for line in lines] == list(dispatch.BACKENDS)
     with pk.interpret():
         assert pk.resolve_backend(backend) == backend
         assert pk.resolve_backend() == "xla"

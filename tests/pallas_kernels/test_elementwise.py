@@ -313,7 +313,7 @@ ERRORS = {
     "row": (dict(row=100), ValueError, "`row` must be 128, 256, 512 or 1024, got 100"),
     "row buffers": (dict(row_scalars=[jnp.ones(1)]), ValueError, r"multiple of row=128 elements, got shape \(4,\)"),
     "outputs": (dict(emit=[f32]), ValueError, r"`fn` must return 2 arrays \(updated \+ emit\), got 1"),
-    "backend": (dict(backend="cuda"), ValueError, "`backend` must be None or one of 'mosaic', .*, got 'cuda'"),
+    "backend": (dict(backend="cuda"), ValueError, "`backend` must be None or one of '\\w+', '\\w+', 'xla', got 'cuda'"),
 }  # fmt: skip
 
 
