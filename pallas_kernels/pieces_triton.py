@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,58 +34,96 @@ MAX_PIECES = 56
 """Pieces of one kernel. The time to compile a kernel grows faster than their number."""
 
 
+_PIECE_BITS = 6  # MAX_PIECES < 2**6, and 2**25 blocks of a piece are more than its elements can be
+_LEFT_BITS = 11  # BLOCK < 2**11
+
+
+class _Here(NamedTuple):
+    """Where a thread block is: its piece, indices and mask in that, and first row and mask in the other buffers.
+
+    A mask is None if it would always be true.
+    """
+
+    piece: Any
+    indices: Any
+    inside: Any
+    place: Any
+    rows: Any
+
+
 class _Run:
-    """The pieces that one kernel takes: where each of them begins among the kernel's thread blocks."""
+    """The pieces that one kernel takes, and where each of them begins among the kernel's thread blocks."""
 
     def __init__(self, members: Sequence[int], sizes: Sequence[int]):
-        self.members, self.sizes = tuple(members), tuple(sizes[j] for j in members)
-        self.starts = np.cumsum([0, *(-(-n // BLOCK) for n in self.sizes)]).tolist()
+        self.members, self.sizes = list(members), [sizes[j] for j in members]
+        self.starts = np.cumsum([0, *(-(-n // BLOCK) for n in self.sizes)])
 
     @property
     def blocks(self) -> int:
-        return self.starts[-1]
+        return int(self.starts[-1])
 
-    def table(self, values: np.ndarray) -> Any:
-        """The members' values as an operand: int32."""
+    def table(self, first: np.ndarray, row: int) -> Any:
+        """What each thread block looks up, as an operand: int32, three columns one behind the other.
+
+        Column 0: which piece (the low bits) and which block of it. Column 1: the row of the block's first element in
+        the other buffers, where piece k begins on row `first[k]`. Column 2: the elements (the low bits) and the rows,
+        padding included, from there to the piece's end, at most a block.
+        """
+        counts = np.diff(self.starts)
+        k = np.repeat(np.arange(len(counts)), counts)
+        local = np.arange(self.blocks) - self.starts[k]
+        left = np.minimum(np.asarray(self.sizes)[k] - local * BLOCK, BLOCK)
+        columns = [local << _PIECE_BITS | k, first[k] + local * (BLOCK // row), -(-left // row) << _LEFT_BITS | left]
         # The tail stands for nothing: XLA computes an arithmetic sequence by a kernel instead of storing it.
-        return jnp.asarray([*values[list(self.members)], -1, -3, -1], jnp.int32)
+        return jnp.asarray(np.concatenate([*columns, [-1, -3, -1]]), jnp.int32)
 
-    def find(self, block: Any, visit: Callable[..., Any]) -> Any:
-        """`visit(k, offset, inside)` for the k-th piece, which thread block `block` belongs to: what it covers begins
-        at element `offset` of the piece, and `inside` masks what lies behind the end (None: nothing does)."""
+    def look_up(self, table_ref: Any, block: Any, row: int) -> _Here:
+        """Where the block is. Few operations: Triton's passes take time in proportion to whatever depends on them."""
+        which, place, ends = (table_ref[i * self.blocks + block] for i in range(3))
+        indices = lax.shift_right_logical(which, _PIECE_BITS) * BLOCK + _iota()
+        whole = not any(n % BLOCK for n in self.sizes)
+        left = lax.bitwise_and(ends, (1 << _LEFT_BITS) - 1)
+        if not any(n % 4 for n in self.sizes):
+            left = pl.multiple_of(left, 4)  # four neighbours share their fate: a thread loads them at once
+        rows = lax.shift_right_logical(ends, _LEFT_BITS) * row
+        return _Here(
+            lax.bitwise_and(which, (1 << _PIECE_BITS) - 1),
+            indices,
+            None if whole else _iota() < left,
+            place,
+            None if whole else _iota() < rows,
+        )
 
-        def leaf(k):
-            offset = (block - self.starts[k]) * BLOCK
-            # The size is a constant: the compiler sees whether four neighbours share their fate, and loads 16 bytes.
-            inside = None if self.sizes[k] % BLOCK == 0 else offset + _iota() < self.sizes[k]
-            return visit(k, offset, inside)
+    def visit(self, k: Any, leaf: Callable[[int], Any]) -> Any:
+        """`leaf(k)` for a k that the kernel computes. As little as possible belongs in it: it is compiled for each."""
 
         def between(low, high):
             if high - low == 1:
                 return leaf(low)
             middle = (low + high) // 2
-            return lax.cond(
-                block < self.starts[middle], lambda: between(low, middle), lambda: between(middle, high)
-            )
+            return lax.cond(k < middle, lambda: between(low, middle), lambda: between(middle, high))
 
         return between(0, len(self.sizes))
 
 
 def _runs(like: Pieces, members: Sequence[int]) -> list[_Run]:
-    """Kernels of about equally many pieces. Sorted by size, so that equal kernels arise and are compiled once."""
+    """Kernels of about equally many pieces. Sorted by size, so that equal kernels arise and are compiled once; those
+    of odd sizes, which cost their kernel its 16-byte accesses, by themselves."""
     sizes = like.segments.sizes
     members = sorted((j for j in members if sizes[j]), key=lambda j: sizes[j])
-    count = -(-len(members) // MAX_PIECES)
-    width = -(-len(members) // max(count, 1))
-    return [_Run(members[i : i + width], sizes) for i in range(0, len(members), max(width, 1))]
+    runs = []
+    for alike in ([j for j in members if not sizes[j] % 4], [j for j in members if sizes[j] % 4]):
+        width = -(-len(alike) // max(-(-len(alike) // MAX_PIECES), 1))
+        runs += [_Run(alike[i : i + width], sizes) for i in range(0, len(alike), max(width, 1))]
+    return runs
 
 
 def _iota():
     return jnp.arange(BLOCK, dtype=jnp.int32)
 
 
-def _load(ref, offset, inside, dtype=None):
-    x = plt.load(ref.at[pl.ds(offset, BLOCK)], mask=inside, other=None if inside is None else 0)
+def _load(ref, indices, mask, dtype=None):
+    x = plt.load(ref.at[indices], mask=mask, other=None if mask is None else 0)
     return x if dtype is None else x.astype(dtype)
 
 
@@ -124,11 +162,9 @@ def _elementwise_kernel(call, run: _Run, like: Pieces, scalars, updated, read, r
     width, buffers, n_updated = len(run.members), (*updated, *read), len(updated)
     scattered = [isinstance(x, Pieces) for x in buffers]
     # In ROWs: int32 reaches to the end of any bucket, and the compiler sees the alignment.
-    places = run.table(like.segments.starts * (like.row // ROW))
-    padded = [-(-n // like.row) * like.row for n in run.sizes]
-    short = any(n % BLOCK for n in padded)
-
-    operands = [scalars, places, *row_scalars]
+    # In ROWs: int32 reaches to the end of any bucket, and the compiler sees alignment.
+    table = run.table((like.segments.starts * (like.row // ROW))[run.members], ROW)
+    operands = [scalars, table, *row_scalars]
     head = len(operands)
     where, aliases, out_types, outs = [], {}, [], []  # `where`: first operand of each buffer; `outs`: first output
     for i, x in enumerate(buffers):
@@ -143,54 +179,50 @@ def _elementwise_kernel(call, run: _Run, like: Pieces, scalars, updated, read, r
         outs.append(len(out_types))
         out_types += [((n,), dtype) for n in run.sizes]
 
-    def body(scalars_ref, places_ref, *refs):
+    def body(scalars_ref, table_ref, *refs):
         rate_refs, in_refs, out_refs = refs[: head - 2], refs[head - 2 : len(operands) - 2], refs[len(operands) - 2 :]
         in_refs = (None,) * head + in_refs
         block = pl.program_id(0)  # outside of every branch, where the interpreter cannot lower it
 
-        def load(k, offset, inside):
-            blocks = [
-                _load(in_refs[first + k], offset, inside, x.dtype)
-                for x, first, is_pieces in zip(buffers, where, scattered, strict=True)
-                if is_pieces
-            ]
-            # Where this block lies in the other buffers, and how far its segment reaches there, in ROWs.
-            return blocks, places_ref[k] + offset // ROW, jnp.minimum((padded[k] - offset) // ROW, BLOCK // ROW)
+        def store(here, values):
+            """Blocks to the piece that `here` says: (number of its first output, block) pairs."""
+
+            def leaf(k):
+                for first, y in values:
+                    ref = out_refs[first + k]
+                    plt.store(ref.at[here.indices], y.astype(ref.dtype), mask=here.inside)
+                return ()
+
+            run.visit(here.piece, leaf)
 
         def update():
-            blocks, place, rows = run.find(block, load)
-            place = pl.multiple_of(place * ROW, ROW)
-            mine = _iota() < pl.multiple_of(rows * ROW, ROW) if short else None
-            blocks = iter(blocks)
+            here = run.look_up(table_ref, block, ROW)
+
+            def leaf(k):
+                return [
+                    _load(in_refs[first + k], here.indices, here.inside, x.dtype)
+                    for x, first, is_pieces in zip(buffers, where, scattered, strict=True)
+                    if is_pieces
+                ]
+
+            loaded = iter(run.visit(here.piece, leaf))
+            place = here.place * ROW + _iota()
             blocks = [
-                next(blocks) if is_pieces else _load(in_refs[first], place, mine)
+                next(loaded) if is_pieces else _load(in_refs[first], place, here.rows)
                 for first, is_pieces in zip(where, scattered, strict=True)
             ]
             s = tuple(scalars_ref[i] for i in range(scalars.size))
-            s += tuple(ref[place // call.row] for ref in rate_refs)
-            results = call.outputs(s, blocks[:n_updated], blocks[n_updated:])
-
-            def store(k, offset, inside):
-                for y, first, is_pieces in zip(results, outs, stores_pieces, strict=True):
-                    if is_pieces:
-                        ref = out_refs[first + k]
-                        plt.store(ref.at[pl.ds(offset, BLOCK)], y.astype(ref.dtype), mask=inside)
-                return ()
-
-            for y, first, is_pieces in zip(results, outs, stores_pieces, strict=True):
+            s += tuple(ref[here.place // (call.row // ROW)] for ref in rate_refs)
+            out = call.outputs(s, blocks[:n_updated], blocks[n_updated:])
+            for first, y, is_pieces in zip(outs, out, stores_pieces, strict=True):
                 if not is_pieces:
-                    plt.store(out_refs[first].at[pl.ds(place, BLOCK)], y, mask=mine)
+                    plt.store(out_refs[first].at[place], y, mask=here.rows)
             if any(stores_pieces):
-                run.find(block, store)
+                store(here, [(first, y) for first, y, is_pieces in zip(outs, out, stores_pieces, strict=True) if is_pieces])
 
         def clear():
-            def store(k, offset, inside):
-                for first, dtype in zip(outs[n_updated:], call.emit, strict=True):
-                    zeros = jnp.zeros((BLOCK,), dtype)
-                    plt.store(out_refs[first + k].at[pl.ds(offset, BLOCK)], zeros, mask=inside)
-                return ()
-
-            run.find(block, store)
+            zeros = [(first, jnp.zeros((BLOCK,), dtype)) for first, dtype in zip(outs[n_updated:], call.emit, strict=True)]
+            store(run.look_up(table_ref, block, ROW), zeros)
 
         if not call.early_exit:
             return update()
@@ -239,32 +271,31 @@ def _block_sums(call, scalars, arrays):
 
 def _block_sums_kernel(call, run: _Run, first: np.ndarray, scalars, arrays, sums):
     """Puts the sums of the run's members in their places of `sums` (flat); None: of a new array."""
-    places, blocks = run.table(first), int(first[-1])
+    table, blocks = run.table(first[run.members], BLOCK), int(first[-1])
     present = [[x.arrays[j] is not None for j in run.members] for x in arrays]
     pieces = [[_flat(x.arrays[j]) for j in run.members if x.arrays[j] is not None] for x in arrays]
-    operands = [scalars, places, *(x for some in pieces for x in some)]
+    operands = [scalars, table, *(x for some in pieces for x in some)]
     aliases = {}
     if sums is not None:
         aliases = {len(operands): 0}
         operands.append(sums)
 
-    def body(scalars_ref, places_ref, *refs):
+    def body(scalars_ref, table_ref, *refs):
         refs, out_ref = iter(refs), refs[-1]
         refs = [[next(refs) if here else None for here in some] for some in present]
         block = pl.program_id(0)
+        here = run.look_up(table_ref, block, BLOCK)
 
-        def load(k, offset, inside):
-            loaded = [
-                jnp.zeros((BLOCK,), x.dtype) if some[k] is None else _load(some[k], offset, inside, x.dtype)
+        def leaf(k):
+            return [
+                jnp.zeros((BLOCK,), x.dtype) if some[k] is None else _load(some[k], here.indices, here.inside, x.dtype)
                 for x, some in zip(arrays, refs, strict=True)
             ]
-            return loaded, places_ref[k] + offset // BLOCK, run.sizes[k] - offset
 
-        loaded, place, left = run.find(block, load)
+        loaded = run.visit(here.piece, leaf)
         s = tuple(scalars_ref[i] for i in range(scalars.size))
-        # One mask for all pieces, not one in each branch: here the compiler need not see alignment.
-        for i, x in enumerate(_sumsq.scaled_squares(call.counted(s, loaded, _iota() < left))):
-            out_ref[i * blocks + place] = jnp.sum(x)
+        for i, x in enumerate(_sumsq.scaled_squares(call.counted(s, loaded, here.inside))):
+            out_ref[i * blocks + here.place] = jnp.sum(x)
 
     return pl.pallas_call(
         body,
