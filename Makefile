@@ -1,5 +1,7 @@
 # make train      train the first example
 # make test       run the tests            (make test-all: the slow ones too)
+# make test-aot   compile for GPUs without one, and test what comes out
+# make gpu        measure on the GPU of this machine, with the JAX that python3 has: nothing is installed
 # make lint       run the linter
 # make clean      remove the environment and the caches
 #
@@ -14,10 +16,11 @@ PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
 ARGS    ?=
+GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all lint clean
+.PHONY: train test test-all test-aot gpu lint clean
 .NOTPARALLEL:
 
 train: $(VENV)/.installed-examples
@@ -28,6 +31,12 @@ test: $(VENV)/.installed-dev
 
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" $(ARGS)
+
+test-aot: $(VENV)/.installed-dev $(VENV)/.installed-aot
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" tests/aot $(ARGS)
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

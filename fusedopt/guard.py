@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import pallas_kernels
 from fusedopt.packing import slot_dtype
@@ -29,10 +28,10 @@ def has_nan(tree: Any) -> jax.Array:
       bool, 0-d.
     """
     leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree) if _is_float(x)]
-    return any_nan([zero_or_nan([x for x in leaves if slot_dtype(x.dtype) == d], dtype=d) for d in WIDE])
-
-
-WIDE = (np.dtype(np.float32), np.dtype(np.float64))
+    alike: dict[Any, list[jax.Array]] = {}
+    for x in leaves:
+        alike.setdefault(slot_dtype(x.dtype), []).append(x)
+    return any_nan([zero_or_nan(arrays, dtype=dtype) for dtype, arrays in alike.items()])
 
 
 def _is_float(x: Any) -> bool:
@@ -48,12 +47,10 @@ def zero_or_nan(
     dtype: Any,
     backend: str | None = None,
 ) -> jax.Array:
-    """0 if every ``x * unscale`` (squared: its square) is finite in `dtype`, else NaN. 0-d, one read.
+    """1-D, all 0 if every ``x * unscale`` (squared: its square) is finite in `dtype`, else with NaN in it. One read.
 
     Squared, float32 gradients above 1.8446743e19 count as infinite.
     """
-    if not arrays:
-        return jnp.zeros((), jnp.float32)
     scalars = jnp.ones((1,), dtype) if unscale is None else unscale.astype(dtype).reshape(1)
 
     def looked_at(s, x):
@@ -65,8 +62,8 @@ def zero_or_nan(
 
 
 def any_nan(zeros: Sequence[jax.Array]) -> jax.Array:
-    """Whether any of the `zero_or_nan` results is not finite."""
-    total = jnp.zeros((), jnp.float32)
-    for zero in zeros:
-        total = total + zero.astype(jnp.float32)
-    return jnp.logical_not(jnp.isfinite(total))
+    """Whether any number of the `zero_or_nan` results is not zero."""
+    zeros = [x.astype(jnp.float32) for x in zeros if x.size]
+    if not zeros:
+        return jnp.zeros((), jnp.bool_)
+    return jnp.logical_not(jnp.isfinite(jnp.sum(jnp.concatenate(zeros))))

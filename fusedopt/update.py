@@ -160,8 +160,7 @@ def _nonfinite(opt, layout, g, norms, unscale) -> jax.Array:
         for (squared, dtype), arrays in alike.items()
     ]
     if norms:
-        seen = jnp.concatenate([x[1] for x in norms.values()])
-        zeros.append(jnp.sum(seen - seen))
+        zeros += [x[1] - x[1] for x in norms.values()]
     return any_nan(zeros)
 
 
@@ -260,7 +259,8 @@ def _next_state(opt, state, count, vector, bad, ratios, slots) -> FusedState:
     if vector is not state.hyperparams:
         new["hyperparams"] = vector
     if bad is None:
-        return state._replace(skipped=jnp.zeros((), jnp.bool_), **new)
+        # False, as a result of the kernel that counts: a constant would take a launch of its own to be copied.
+        return state._replace(skipped=count < np.int32(0), **new)
     for field in ("count", "hyperparams", "trust_ratios"):
         if field in new:
             new[field] = jnp.where(bad, getattr(state, field), new[field])

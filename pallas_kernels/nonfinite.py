@@ -22,7 +22,9 @@ def zero_or_nan(
     backend: Backend | None = None,
     name: str = "zero_or_nan",
 ) -> jax.Array:
-    """0 if `fn(s, x)` is finite for every element x of every array, else NaN. Each array is read once.
+    """Numbers that are all 0 if `fn(s, x)` is finite for every element x of every array; else some of them are NaN.
+
+    Each array is read once. To be added up by the caller, with those of other calls, in one go.
 
     Triton kernels take dozens of arrays each, of any shapes; everywhere else each array is one reduction.
 
@@ -33,14 +35,14 @@ def zero_or_nan(
         backend: "xla", "mosaic" (the same as "xla": there is no such kernel), "triton", or None for the best one.
         name: of the kernel.
     Returns:
-        0-d, in the dtype of `scalars`.
+        1-D, in the dtype of `scalars`.
     """
     arrays, scalars = [x for x in map(jnp.asarray, arrays) if x.size], jnp.asarray(scalars)
     check_scalars(scalars)
     for i, x in enumerate(arrays):
         check_float(f"arrays[{i}]", x.dtype)
     if not arrays:
-        return jnp.zeros((), scalars.dtype)
+        return jnp.zeros((0,), scalars.dtype)
 
     def difference(s, x):
         # A sum, because XLA on CPU drops NaN in large max reductions and vectorises none of the boolean ones; of
@@ -51,10 +53,9 @@ def zero_or_nan(
     pieces = pieces_of(arrays, scalars.dtype)
     if not runs_pieces(backend, pieces):
         s = tuple(scalars[i] for i in range(scalars.size))
-        zeros = [jnp.sum(difference(s, x)[0]) for x in arrays]
-        return sum(zeros[1:], zeros[0])
+        return jnp.stack([jnp.sum(difference(s, x)[0]) for x in arrays])
     from pallas_kernels.pieces_triton import block_sums_triton  # on first use: a CPU-only host needs no GPU dialect
 
     call = Call(difference, 1, pieces.row, pieces.segments.valid, name, interpreting())
-    return jnp.sum(block_sums_triton(call, scalars, (pieces,)))
+    return block_sums_triton(call, scalars, (pieces,))[1]
 

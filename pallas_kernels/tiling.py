@@ -20,7 +20,7 @@ MAX_SCALARS = 16
 MAX_ELEMENTS = 2**31 - 1
 """Kernels compute offsets in int32; a buffer beyond this takes the XLA definition."""
 
-FAN_IN = 16
+FAN_IN = 32
 """Partial sums added by one node of the reduction tree."""
 
 

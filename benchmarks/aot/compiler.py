@@ -7,6 +7,7 @@ NVIDIA's assembler reports; it comes with the extra too.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -55,7 +56,7 @@ class Compiled:
         launches: (kind, captured) of each kernel or copy, in order; captured: inside a command buffer.
         donated, aliased, temporary: bytes.
         accessed: bytes that the kernels read and write.
-        kernels: by the name the source gave them (`fusedopt_adam_weight`), a list each.
+        kernels: ours, by the name the source gave them (`fusedopt_adam_weight`), a list each.
         seconds: that XLA took.
     """
 
@@ -107,18 +108,22 @@ def compile_for(target: str, fn: Callable[..., Any], *args: Any, donate: Sequenc
     """`jax.jit(fn, donate_argnums=donate)` for abstract `args`, compiled for the target."""
     args = on(target, args)
     os.environ.update(MOSAIC_DUMP)
-    with tempfile.TemporaryDirectory(prefix="aot-") as folder, jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh):
+    with (
+        tempfile.TemporaryDirectory(prefix="aot-") as folder,
+        jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh),
+    ):
         options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx", "xla_dump_hlo_as_text": True}
         lowered = jax.jit(fn, donate_argnums=tuple(donate)).lower(*args)
         start = time.perf_counter()
-        compiled = lowered.compile(compiler_options=options)
+        with _no_cache():
+            compiled = lowered.compile(compiler_options=options)
         seconds = time.perf_counter() - start
         launches = tuple(_launches(pathlib.Path(folder)))
         ptx = [path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx"))]
     memory, text = compiled.memory_analysis(), compiled.as_text()
     donated = sum(x.size * x.dtype.itemsize for i in donate for x in jax.tree.leaves(args[i]))
     program = hlo.entry(text)
-    kernels = _kernels(ptx, {x.label for x in program if x.op == "custom-call"})
+    kernels = _kernels(ptx, {x.label for x in program if "mosaic" in x.target})
     return Compiled(
         launches,
         donated,
@@ -131,6 +136,17 @@ def compile_for(target: str, fn: Callable[..., Any], *args: Any, donate: Sequenc
     )
 
 
+@contextlib.contextmanager
+def _no_cache() -> Iterator[None]:
+    """JAX's cache of compiled programs has no way to hand out one for a device that is not there."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
 def _launches(folder: pathlib.Path) -> Iterator[tuple[str, bool]]:
     """From the last list of thunks that XLA wrote: what it will launch."""
     lists = sorted(folder.glob("*thunk_sequence*"), key=lambda path: ("after" in path.name, path.name))
@@ -140,14 +156,15 @@ def _launches(folder: pathlib.Path) -> Iterator[tuple[str, bool]]:
             yield match[2], bool(match[1])
 
 
-def _kernels(texts: list[str], names: set[str]) -> dict[str, list[Kernel]]:
+def _kernels(texts: list[str], mosaic: set[str]) -> dict[str, list[Kernel]]:
     found = collections.defaultdict(list)
     dumped = pathlib.Path(MOSAIC_DUMP["MOSAIC_GPU_DUMP_TO"])
-    texts = texts + [path.read_text() for name in names for path in sorted(dumped.glob(f"{name}_[0-9]*.ptx"))]
+    texts = texts + [path.read_text() for name in sorted(mosaic) for path in sorted(dumped.glob(f"{name}_[0-9]*.ptx"))]
     for ptx in texts:
         for entry in re.findall(r"\.entry (\w+)", ptx):
             name = re.sub(r"(_mosaic_gpu_kernel|__\d+|_\d+)+$", "", entry)
-            found[name].append(_assemble(ptx))
+            if name.startswith("fusedopt_"):
+                found[name].append(_assemble(ptx))
     return dict(found)
 
 

@@ -7,7 +7,16 @@ import math
 import re
 
 # What stands in a program and launches nothing.
-NO_KERNEL = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "partition-id", "replica-id"}
+NO_KERNEL = {
+    "parameter",
+    "constant",
+    "get-tuple-element",
+    "tuple",
+    "bitcast",
+    "after-all",
+    "partition-id",
+    "replica-id",
+}
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)$")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -24,6 +33,7 @@ class Instruction:
         operands: names.
         label: the name that the source gave the kernel, or the instruction's own.
         aliases: result index -> operand index, where a result is written over an operand.
+        target: what a custom call calls.
     """
 
     name: str
@@ -32,6 +42,7 @@ class Instruction:
     operands: tuple[str, ...]
     label: str
     aliases: dict[int, int]
+    target: str = ""
 
 
 def entry(text: str) -> list[Instruction]:
@@ -54,7 +65,11 @@ def _instruction(match: re.Match) -> Instruction:
     aliases = {int(i or 0): int(k) for i, k in _ALIAS.findall(aliasing[1])} if aliasing else {}
     label = re.search(r'op_name="[^"]*?\b(fusedopt_\w+)', rest)
     sizes = tuple(_bytes(*shape) for shape in _SHAPE.findall(match["type"]))
-    return Instruction(match["name"], match["op"], sizes, operands, label[1] if label else match["name"], aliases)
+    target = re.search(r'custom_call_target="([^"]+)"', rest)
+    name = match["name"]
+    return Instruction(
+        name, match["op"], sizes, operands, label[1] if label else name, aliases, target[1] if target else ""
+    )
 
 
 def _closing(text: str) -> int:
