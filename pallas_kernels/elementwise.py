@@ -91,7 +91,7 @@ def _launcher(backend: str) -> Callable[..., Any]:
     elif backend == "triton":
         from pallas_kernels.elementwise_triton import elementwise_triton as launcher
     elif backend == "pieces":
-        from pallas_kernels.pieces_triton import elementwise_pieces_triton as launcher
+        from pallas_kernels.elementwise_pieces_triton import elementwise_pieces_triton as launcher
     else:
         launcher = elementwise_xla
     return launcher

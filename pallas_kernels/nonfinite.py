@@ -54,8 +54,8 @@ def zero_or_nan(
     if not runs_pieces(backend, pieces):
         s = tuple(scalars[i] for i in range(scalars.size))
         return jnp.stack([jnp.sum(difference(s, x)[0]) for x in arrays])
-    from pallas_kernels.pieces_triton import block_sums_triton  # on first use: a CPU-only host needs no GPU dialect
+    # On first use: a CPU-only host needs no GPU dialect.
+    from pallas_kernels.segment_sumsq_pieces_triton import block_sums_triton
 
     call = Call(difference, 1, pieces.row, pieces.segments.valid, name, interpreting())
     return block_sums_triton(call, scalars, (pieces,))[1]
-

@@ -93,7 +93,9 @@ class Pieces:
         # One split: its transpose is one concatenate, where slices would be as many pads and adds.
         parts = lax.split(buffer, sizes, axis=buffer.ndim - 1)
         batch = buffer.shape[:-1]
-        return [x.reshape(batch + shape) for x, shape in zip(parts[: 2 * len(self.shapes) : 2], self.shapes, strict=True)]
+        return [
+            x.reshape(batch + shape) for x, shape in zip(parts[: 2 * len(self.shapes) : 2], self.shapes, strict=True)
+        ]
 
     def replaced(self, arrays: Sequence[Any], dtype: Any = None) -> Pieces:
         """Other arrays in the same places."""

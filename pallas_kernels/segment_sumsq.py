@@ -143,7 +143,7 @@ def _launcher(backend: str) -> Callable[..., jax.Array]:
     elif backend == "triton":
         from pallas_kernels.segment_sumsq_triton import row_sums_triton as launcher
     elif backend == "pieces":
-        from pallas_kernels.pieces_triton import block_sums_triton as launcher
+        from pallas_kernels.segment_sumsq_pieces_triton import block_sums_triton as launcher
     else:
         launcher = row_sums_xla
     return launcher

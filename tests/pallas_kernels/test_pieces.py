@@ -199,10 +199,10 @@ def test_many_pieces_take_several_kernels_of_the_same_buffers(monkeypatch):
 
 def test_runs_take_about_equally_many_pieces_and_each_one_once():
     like = places(shapes=[(n,) for n in range(1, 162)])
-    runs = pieces_triton._runs(like, range(161))
+    runs = pieces_triton.runs(like, range(161))
     assert [len(run.members) for run in runs] == [40, 41, 41, 39]
     assert sorted(j for run in runs for j in run.members) == list(range(161))
-    assert pieces_triton._runs(places(shapes=[(0,)]), range(1)) == []
+    assert pieces_triton.runs(places(shapes=[(0,)]), range(1)) == []
 
 
 def test_vmap_scan_and_grad_through_a_multi_tensor_kernel():

@@ -288,6 +288,6 @@ def test_the_tree_adds_every_row_once(sizes, row):
         sums = np.append(sums, 0.0)[level].sum(axis=1)
     want = [rows[a:b].sum() for a, b in zip(table.starts[:-1], table.starts[1:])]
     np.testing.assert_array_equal(sums, want)
-    assert len(table.tree) == max(1, *(math.ceil(math.log(max(n / row, 1), 16)) for n in (1, *sizes)))
+    assert len(table.tree) == max(1, *(math.ceil(math.log(max(n / row, 1), tiling.FAN_IN)) for n in (1, *sizes)))
     assert table.valid.sum() == sum(sizes)
     assert len(table.owner) == table.rows
