@@ -18,6 +18,11 @@ HAS_MOSAIC = VERSION >= (0, 11)
 MOSAIC_IN_COMMAND_BUFFERS = VERSION >= (0, 12)
 
 
+# XLA for CPUs compiles two slices of equal sizes once if their offsets are operands. From 0.11 on an optimization_barrier
+# keeps them operands; before, it is gone when kernels are made. Goes when jax >= 0.11 is required.
+BARRIERS_REACH_KERNELS = VERSION >= (0, 11)
+
+
 def out_type(shape: tuple[int, ...], dtype: Any, *operands: jax.Array) -> jax.ShapeDtypeStruct:
     """The type of a kernel's output: as varying over the axes of a shard_map as its most varying operand.
 

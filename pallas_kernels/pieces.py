@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import compat
 from pallas_kernels.tiling import BLOCK, Segments, segments
 
 
@@ -86,16 +87,9 @@ class Pieces:
 
     def split(self, buffer: Any) -> list[Any]:
         """What lies at the segments' places in `buffer` (..., size): arrays (..., *shape)."""
-        places, sizes = self.segments, []
-        for size, start, end in zip(places.sizes, places.starts[:-1], places.starts[1:], strict=True):
-            sizes += [size, int(end - start) * self.row - size]
-        sizes.append(self.size - sum(sizes))
-        # One split: its transpose is one concatenate, where slices would be as many pads and adds.
-        parts = lax.split(buffer, sizes, axis=buffer.ndim - 1)
+        parts = _split(buffer, self.segments)
         batch = buffer.shape[:-1]
-        return [
-            x.reshape(batch + shape) for x, shape in zip(parts[: 2 * len(self.shapes) : 2], self.shapes, strict=True)
-        ]
+        return [x.reshape(batch + shape) for x, shape in zip(parts, self.shapes, strict=True)]
 
     def replaced(self, arrays: Sequence[Any], dtype: Any = None) -> Pieces:
         """Other arrays in the same places."""
@@ -109,6 +103,48 @@ class Pieces:
             kept = lax.slice(old, (start,), (start + size,)).astype(new.dtype)
             new = lax.dynamic_update_slice(new, kept, (start,))
         return new
+
+
+def _split(buffer: Any, places: Segments) -> list[jax.Array]:
+    """The segments of a buffer (..., size), without their padding: (..., size of the segment) each."""
+    if not (compat.BARRIERS_REACH_KERNELS and isinstance(buffer, jax.core.Tracer)):
+        return _static_split(buffer, places)
+
+    # The derivative is that of the static split, whose transpose is one concatenate.
+    @jax.custom_jvp
+    def split(buffer):
+        static, dynamic = (functools.partial(f, places=places) for f in (_static_split, _dynamic_split))
+        return lax.platform_dependent(buffer, cpu=dynamic, default=static)
+
+    @split.defjvp
+    def split_jvp(primals, tangents):
+        return split(*primals), _static_split(*tangents, places)
+
+    return split(buffer)
+
+
+def _static_split(buffer: Any, places: Segments) -> list[jax.Array]:
+    sizes = []
+    for size, start, end in zip(places.sizes, places.starts[:-1], places.starts[1:], strict=True):
+        sizes += [size, int(end - start) * places.row - size]
+    sizes.append(buffer.shape[-1] - sum(sizes))
+    # One split: its transpose is one concatenate, where slices would be as many pads and adds.
+    return lax.split(buffer, sizes, axis=buffer.ndim - 1)[: 2 * len(places.sizes) : 2]
+
+
+def _dynamic_split(buffer: Any, places: Segments) -> list[jax.Array]:
+    """Slices whose offsets XLA cannot see: those of equal sizes are one kernel, compiled once.
+
+    For CPUs, where a kernel takes longer to compile than the step takes to run. The buffer's barrier keeps whatever
+    made it from being made again in every slice.
+    """
+    buffer = lax.optimization_barrier(buffer)
+    zeros, batch = (np.int32(0),) * (buffer.ndim - 1), buffer.shape[:-1]
+    parts = []
+    for size, row in zip(places.sizes, places.starts[:-1], strict=True):
+        start = lax.optimization_barrier(jnp.int32(int(row) * places.row))
+        parts.append(lax.dynamic_slice(buffer, (*zeros, start), (*batch, size)))
+    return parts
 
 
 def pieces_of(arrays: Sequence[Any], dtype: Any) -> Pieces:
