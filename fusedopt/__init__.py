@@ -1,6 +1,6 @@
 """Optimizers that update a model's parameters as a few long buffers, used like optax.
 
-Optimizers: `sgd`, `adam`, `adamw`, `lars`, each a `FusedTransformation` with ``init``, ``update``
+Optimizers: `sgd`, `adam`, `adamw`, `lars`, `lion`, each a `FusedTransformation` with ``init``, ``update``
 (the optax protocol) and ``apply`` (the same step, in place); `chain` puts optax transformations
 in front of one. Parameters: `pack` and `FlatParams` hold them in buffers, `Packing` says which
 leaves share one, `FlatLayout` where each leaf lies, `Group` which leaves have hyperparameters of
@@ -23,6 +23,7 @@ from fusedopt.transformation import chain as chain
 from fusedopt.transforms import adam as adam
 from fusedopt.transforms import adamw as adamw
 from fusedopt.transforms import lars as lars
+from fusedopt.transforms import lion as lion
 from fusedopt.transforms import sgd as sgd
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "chain",
     "has_nan",
     "lars",
+    "lion",
     "pack",
     "sgd",
     "warmup_cosine",

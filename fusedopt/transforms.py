@@ -19,7 +19,7 @@ from fusedopt.factory import build, check_static
 from fusedopt.grouping import Group, is_python_zero
 from fusedopt.hyperparams import Hyperparam, decay_rate
 from fusedopt.layout import Packing
-from fusedopt.rules import Adam, Lars, Rule, Sgd
+from fusedopt.rules import Adam, Lars, Lion, Rule, Sgd
 from fusedopt.transformation import FusedTransformation
 
 Backend = Literal["xla", "mosaic", "triton"]
@@ -260,6 +260,51 @@ def lars(
         mask_argument="weight_decay_mask",
         trust_mask=trust_ratio_mask,
         absent=absent,
+        keep_decay=True,
+    )
+
+
+def lion(
+    learning_rate: Any,
+    b1: Any = 0.9,
+    b2: Any = 0.99,
+    mu_dtype: Any = None,
+    weight_decay: Any = 1e-3,
+    mask: Any = None,
+    *,
+    groups: Sequence[Group] = (),
+    packing: Packing | None = None,
+    backend: Backend | None = None,
+    skip_nonfinite: bool = True,
+) -> FusedTransformation:
+    """Lion: the sign of an interpolated momentum, with decoupled weight decay.
+
+        d = sign(b1*m + (1-b1)*g)
+        m = b2*m + (1-b2)*g
+        w = w - learning_rate*(d + weight_decay*w)
+
+    Args:
+      learning_rate: a hyperparameter >= 0; three to ten times smaller than AdamW's.
+      b1, b2: decays of what the sign is taken of, and of m; hyperparameters in [0, 1).
+      mu_dtype: dtype of m; None: float32, float64 for float64 parameters.
+      weight_decay: a hyperparameter >= 0.
+      mask: None: group ``weight`` decays and ``bias`` does not; or an optax mask of what decays.
+      groups, packing, backend, skip_nonfinite: see the module's docstring.
+
+    State: ``mu``. Equal to ``optax.lion(..., mask=fusedopt.weight_mask)``.
+
+    Raises: ValueError for numbers out of range, TypeError for arguments of a wrong kind.
+    """
+    return build(
+        Lion(),
+        [Hyperparam("learning_rate", learning_rate), decay_rate("b1", b1), decay_rate("b2", b2)],
+        slot_dtypes={"mu": ("mu_dtype", mu_dtype)},
+        weight_decay=weight_decay,
+        mask=mask,
+        groups=groups,
+        packing=packing,
+        backend=backend,
+        skip_nonfinite=skip_nonfinite,
         keep_decay=True,
     )
 

@@ -186,6 +186,12 @@ def adam_formula(w, g, slots, h, t, weight):
     return -h["lr"] * d, {"mu": m, "nu": v}
 
 
+def lion_formula(w, g, slots, h, t, weight):
+    m = slots.get("mu", 0.0)
+    d = np.sign(h["b1"] * m + (1 - h["b1"]) * g)
+    return -h["lr"] * (d + h["wd"] * w), {"mu": h["b2"] * m + (1 - h["b2"]) * g}
+
+
 def lars_formula(w, g, slots, h, t, weight):
     b, lr, wd = h["momentum"], h["lr"], h["wd"]
     old = slots.get("mu", 0.0)
@@ -243,6 +249,7 @@ mask = fusedopt.weight_mask
 # No value is a default: a hyperparameter that were ignored or mixed up with another one would show.
 _SGD = {"weight_decay": 0.03}
 _ADAM = {"b1": 0.87, "b2": 0.98, "eps": 1e-5}
+_LION = {"b1": 0.87, "b2": 0.98}
 _LARS = {"weight_decay": 0.03, "trust_coefficient": 0.02, "eps": 1e-3, "momentum": 0.8}
 
 
@@ -328,6 +335,13 @@ OPTIMIZERS: tuple[Case, ...] = (
         _optax_eps_inside,
         adam_formula,
         {**_ADAMW, "eps_inside": True},
+    ),
+    Case(
+        "lion",
+        _partial(fusedopt.lion, weight_decay=0.05, **_LION),
+        lambda lr: optax.lion(lr, weight_decay=0.05, mask=mask, **_LION),
+        lion_formula,
+        {**_LION, "wd": 0.05},
     ),
     Case("lars", _partial(fusedopt.lars, **_LARS), None, lars_formula, _LARS_ORACLE),
     Case(

@@ -52,6 +52,10 @@ def test_r119_all_that_is_donated_is_written_in_place(name, flat):
     # Scalars, the sum of a small bucket, and the norms: 3 times 2 float32 for each row of 128 elements, in parts and then
     # joined.
     small = 8192 + (2 * 6 * 4 * sum(b.size for b in layout.buckets) // 128 if "lars" in name else 0)
+    if name == "lion":
+        # Its parameters and its momentum are both made from the old momentum, by two kernels on a CPU whose order XLA
+        # does not know when it decides on copies.
+        small += size_of(state.mu)
     # Trees need gradients, parameters and new parameters of the packed leaves as buffers besides; large leaves nothing.
     assert memory.temp_size_in_bytes <= small + (0 if flat else 3 * packed)
 

@@ -21,6 +21,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "adamw": lambda **k: fusedopt.adamw(1e-3, **k),
     "adamw eps_inside": lambda **k: fusedopt.adamw(1e-3, eps_inside=True, **k),
     "nadamw": lambda **k: fusedopt.adamw(1e-3, nesterov=True, **k),
+    "lion": lambda **k: fusedopt.lion(1e-4, **k),
     "lars": lambda **k: fusedopt.lars(0.1, **k),
     "lars optax": lambda **k: fusedopt.lars(0.1, trust_ratio="optax", **k),
 }

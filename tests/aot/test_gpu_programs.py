@@ -37,7 +37,7 @@ compiled = functools.cache(lambda step, target, layers: steps.compiled(step, tar
 ragged = functools.cache(lambda step, target: steps.compiled(step, target, steps.ragged()))
 resnet50 = functools.cache(lambda step: steps.compiled(step, "h200", models.shapes("resnet50")))
 
-SLOTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "lars": 1, "lars optax": 1}
+SLOTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "lion": 1, "lars": 1, "lars optax": 1}
 
 
 def unread(step, tree):
@@ -69,7 +69,7 @@ def test_every_step_is_written_in_place_by_lean_kernels(target, backend, rule, m
         return
     # Each of our kernels moves its buffers 16 bytes at a time, wherever its pieces are multiples of that.
     for name, kernels in c.kernels.items():
-        if re.match("fusedopt_(sgd|adam|lars)_", name):
+        if re.match("fusedopt_(sgd|adam|lion|lars)_", name):
             slots = SLOTS.get(rule, 2)
             reads = slots + 1 + (mode != "update" or name == "fusedopt_lars_weight")
             loads, stores = max(kernel.vector_accesses() for kernel in kernels)
