@@ -4,7 +4,7 @@ Optimizers: `sgd`, `adam`, `adamw`, `lars`, `lion`, each a `FusedTransformation`
 (the optax protocol) and ``apply`` (the same step, in place); `chain` puts optax transformations
 in front of one. Parameters: `pack` and `FlatParams` hold them in buffers, `Packing` says which
 leaves share one, `FlatLayout` where each leaf lies, `Group` which leaves have hyperparameters of
-their own. Also `weight_mask`, `has_nan`, `warmup_cosine`, and `FusedState`, what a state holds.
+their own. Also `DynamicLossScale`, `weight_mask`, `has_nan`, `warmup_cosine`, and `FusedState`, what a state holds.
 
 Options that all optimizers take are explained in `fusedopt.transforms`.
 """
@@ -14,6 +14,7 @@ from fusedopt.grouping import weight_mask as weight_mask
 from fusedopt.guard import has_nan as has_nan
 from fusedopt.layout import FlatLayout as FlatLayout
 from fusedopt.layout import Packing as Packing
+from fusedopt.loss_scale import DynamicLossScale as DynamicLossScale
 from fusedopt.optimizer import FusedState as FusedState
 from fusedopt.packing import FlatParams as FlatParams
 from fusedopt.packing import pack as pack
@@ -27,6 +28,7 @@ from fusedopt.transforms import lion as lion
 from fusedopt.transforms import sgd as sgd
 
 __all__ = [
+    "DynamicLossScale",
     "FlatLayout",
     "FlatParams",
     "FusedState",

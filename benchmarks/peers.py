@@ -1,0 +1,179 @@
+"""How each candidate takes a step of a tree: ours, optax's and PyTorch's, and a copy, which no step can beat.
+
+The gradients are ready made, so a step is the optimizer alone. All take `(params, state)` and return them in this
+order, donated: what optax would cost without donation is not of interest.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fusedopt
+from benchmarks.cases import Tree
+from benchmarks.programs import MissingError, Program, relaxed
+
+LR, DECAY = 1e-3, 1e-4
+MASK = fusedopt.weight_mask
+ADAMW_BYTES = 28
+"""That a step of AdamW must move for a float32 parameter: reads w, g, m and v, writes w, m and v."""
+
+FLATTEN_UP_TO = 1000
+"""Leaves that `optax.flatten` is given: it joins and splits all of them in one program, which XLA compiles slowly."""
+
+Build = Callable[[], Any]
+
+
+def ours(rule: str, guard: bool) -> fusedopt.FusedTransformation:
+    if rule == "lars":  # in optax's form, so that both compute the same
+        return fusedopt.lars(LR, DECAY, trust_ratio="optax", skip_nonfinite=guard)
+    return fusedopt.adamw(LR, weight_decay=DECAY, skip_nonfinite=guard)
+
+
+def theirs(rule: str) -> optax.GradientTransformation:
+    if rule == "lars":
+        return optax.lars(LR, DECAY, weight_decay_mask=MASK, trust_ratio_mask=MASK)
+    return optax.adamw(LR, weight_decay=DECAY, mask=MASK)
+
+
+def flattened() -> optax.GradientTransformation:
+    """AdamW with its moments in one vector. The decay stays outside: a mask of leaves has no meaning inside."""
+    return optax.chain(
+        optax.flatten(optax.scale_by_adam()), optax.add_decayed_weights(DECAY, MASK), optax.scale_by_learning_rate(LR)
+    )
+
+
+def tree_program(tree: Tree, tx: optax.GradientTransformation) -> Program:
+    """The step of optax's protocol: updates, then `optax.apply_updates`."""
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = tree.device_params()
+    with relaxed():
+        state = jax.tree.map(jnp.copy, tx.init(params))  # optax may hand out one array of zeros twice
+    return Program(step, (params, state), (tree.device_grads,))
+
+
+def apply_program(tree: Tree, tx: fusedopt.FusedTransformation) -> Program:
+    def step(params, state, grads):
+        return tx.apply(grads, state, params)
+
+    params = tree.device_params()
+    return Program(step, (params, tx.init(params)), (tree.device_grads,))
+
+
+def flat_program(tree: Tree, tx: fusedopt.FusedTransformation) -> Program:
+    def step(params, state, grads):
+        return tx.apply(grads, state, params)
+
+    params = tree.packed_params(tx)
+    return Program(step, (params, tx.init(params)), (tree.packed_grads(tx),), lambda held: held[0].tree)
+
+
+def builders(
+    tree: Tree, rule: str = "adamw", guard: bool = False, names: Sequence[str] | None = None
+) -> dict[str, Build]:
+    """The candidates for a tree, the baseline first.
+
+    Args:
+        rule: "adamw" or "lars".
+        guard: whether ours skip steps that are not finite; optax's rival is then `apply_if_finite`.
+        names: a choice of them.
+    """
+    tx = ours(rule, guard)
+    builds: dict[str, Build] = {"optax": lambda: tree_program(tree, theirs(rule))}
+    if guard:
+        builds["apply_if_finite"] = lambda: tree_program(tree, optax.apply_if_finite(theirs(rule), 5))
+    builds |= {
+        "flat": lambda: flat_program(tree, tx),
+        "apply": lambda: apply_program(tree, tx),
+        "update": lambda: tree_program(tree, tx),
+    }
+    if rule == "adamw" and not guard:
+        builds["optax.flatten"] = functools.partial(_flatten_program, tree)
+        for how in ("fused", "foreach"):
+            builds[f"torch {how}"] = functools.partial(TorchSteps, how, tree)
+    return {name: build for name, build in builds.items() if names is None or name in names}
+
+
+def _flatten_program(tree: Tree) -> Program:
+    if tree.leaves > FLATTEN_UP_TO:
+        raise MissingError(f"compiles too slowly beyond {FLATTEN_UP_TO} leaves")
+    return tree_program(tree, flattened())
+
+
+class TorchSteps:
+    """`torch.optim.AdamW` on the CPU, its own implementations over many tensors: "fused" or "foreach"."""
+
+    def __init__(self, how: str, tree: Tree):
+        # Its threads would otherwise spin between parallel regions, and take the cores from whoever's turn is next. On a
+        # machine with other work they even wait for each other: 24 ms for a step that takes 0.5.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        try:
+            import torch
+        except ImportError:
+            raise MissingError("torch is not installed") from None
+        params, grads, weights = map(jax.tree.leaves, (tree.params, tree.grads, MASK(tree.params)))
+        self.tensors = [torch.tensor(x, requires_grad=True) for x in params]
+        for tensor, grad in zip(self.tensors, grads, strict=True):
+            tensor.grad = torch.tensor(grad)
+        groups = [
+            {"params": [t for t, w in zip(self.tensors, weights, strict=True) if w is wanted], "weight_decay": decay}
+            for wanted, decay in ((True, DECAY), (False, 0.0))
+        ]
+        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, **{how: True})
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.step()
+
+    def parameters(self) -> list[np.ndarray]:
+        return [t.detach().numpy() for t in self.tensors]
+
+
+COPY_SIZE = 2**26
+"""Numbers that a copy copies, 256 MiB: more than caches hold."""
+
+
+class HostCopy:
+    """From one array to another, with NumPy on all cores: no step moves memory faster than this."""
+
+    def __init__(self, size: int = COPY_SIZE):
+        workers = os.cpu_count() or 1
+        self.bytes = 8 * size
+        source, target = np.ones(size, np.float32), np.zeros(size, np.float32)
+        self._parts = [np.array_split(x, workers) for x in (target, source)]
+        self._pool = concurrent.futures.ThreadPoolExecutor(workers)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            for _ in self._pool.map(np.copyto, *self._parts):
+                pass
+
+
+class XlaCopy(Program):
+    """Adds one to an array in place: the simplest program that reads and writes all of it."""
+
+    def __init__(self, size: int = COPY_SIZE):
+        super().__init__(lambda x: (x + jnp.ones((), x.dtype),), (jnp.zeros(size, jnp.float32),), ())
+        self.bytes = 8 * size
+        self.build()
+
+
+COPIES = {"copy (NumPy)": HostCopy, "add one in place (XLA)": XlaCopy}
+
+
+def fits(tree: Tree, candidates: int) -> bool:
+    """Whether that many candidates have room in memory at once, with the gradients and temporary trees."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 4 * tree.parameters * (6 + 3 * candidates) + 4 * COPY_SIZE * 4 < 0.7 * physical
