@@ -20,14 +20,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 
-NEEDS_MOSAIC = [] if compat.HAS_MOSAIC else [pytest.mark.skip(reason="Mosaic kernels need jax >= 0.11")]
+needs_mosaic = pytest.mark.skipif(not compat.HAS_MOSAIC, reason="Mosaic kernels need jax >= 0.11")
 
 # Triton on an H200 compiles every rule in every mode, which is what most of a GPU's users get; the others each rule in
 # one mode, in turn, and two rules in all.
 MATRIX = [("h200", "triton", rule, mode) for rule in steps.RULES for mode in steps.MODES]
 for target, backend in (("h200", "mosaic"), ("h200", "xla"), ("a100", "triton"), ("a100", "xla")):
     MATRIX += [
-        pytest.param(target, backend, rule, mode, marks=NEEDS_MOSAIC if backend == "mosaic" else ())
+        pytest.param(target, backend, rule, mode, marks=needs_mosaic if backend == "mosaic" else ())
         for i, rule in enumerate(steps.RULES)
         for j, mode in enumerate(steps.MODES)
         if rule in ("adamw", "lars") or i % 3 == j
