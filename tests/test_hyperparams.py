@@ -217,6 +217,7 @@ NUMBERS = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.75, "weight_decay": 0.5},
     "adam": {"learning_rate": 0.1, "b1": 0.75, "b2": 0.875, "eps": 0.5, "eps_root": 0.25, "weight_decay": 0.5},
     "adamw": {"learning_rate": 0.1, "b1": 0.75, "b2": 0.875, "eps": 0.5, "eps_root": 0.25, "weight_decay": 0.5},
+    "lion": {"learning_rate": 0.1, "b1": 0.75, "b2": 0.875, "weight_decay": 0.5},
     "lars": {
         "learning_rate": 0.1,
         "weight_decay": 0.5,
@@ -339,10 +340,10 @@ def test_unknown_keywords_are_ignored_as_optax_asks():
 
 # ----------------------------------------------------------------------- inject_hyperparams
 
-FACTORIES = ("sgd", "adam", "adamw", "lars")
+FACTORIES = ("sgd", "adam", "adamw", "lion", "lars")
 
 
-@pytest.mark.parametrize("name", ["sgd", "lars", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adam", "adamw"))])
+@pytest.mark.parametrize("name", ["sgd", "lars", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adam", "adamw", "lion"))])
 def test_R12_every_factory_works_in_inject_hyperparams_without_static_args(name):
     factory = getattr(fusedopt, name)
     plain = factory(0.1)
@@ -454,6 +455,9 @@ RANGES = [
     ("adam", "eps_root", [-1e-8, np.inf]),
     ("adam", "weight_decay", [-1e-3]),
     ("adamw", "weight_decay", [-1e-3, np.nan]),
+    ("lion", "b1", [-0.1, 1.0]),
+    ("lion", "b2", [-0.1, 1.0, np.nan]),
+    ("lion", "weight_decay", [-1e-3]),
     ("lars", "learning_rate", [-1.0]),
     ("lars", "weight_decay", [-1.0]),
     ("lars", "trust_coefficient", [-1.0, np.nan]),

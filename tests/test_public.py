@@ -26,6 +26,7 @@ from tests.helpers import (
 )
 
 PUBLIC = [
+    "DynamicLossScale",
     "FlatLayout",
     "FlatParams",
     "FusedState",
@@ -37,6 +38,7 @@ PUBLIC = [
     "chain",
     "has_nan",
     "lars",
+    "lion",
     "pack",
     "sgd",
     "warmup_cosine",
@@ -60,7 +62,7 @@ def test_public_names_are_documented(name):
                 assert value.__doc__ or member in ("num_leaves", "segments_of", "sizes_of"), f"{name}.{member}"
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lars"])
 def test_every_argument_is_documented(name):
     factory = getattr(fusedopt, name)
     text = inspect.getdoc(factory) + (inspect.getdoc(fusedopt.adamw) if name == "adam" else "")
@@ -72,7 +74,7 @@ def test_every_argument_is_documented(name):
 OTHER_DEFAULTS = {("lars", "weight_decay_mask"): (True, None), ("lars", "trust_ratio_mask"): (True, None)}
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lars"])
 def test_signatures_begin_with_those_of_optax(name):
     ours = inspect.signature(getattr(fusedopt, name)).parameters
     theirs = inspect.signature(getattr(optax, name)).parameters
