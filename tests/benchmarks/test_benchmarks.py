@@ -242,9 +242,14 @@ def test_quick_run(tmp_path):
 @pytest.mark.parametrize(
     ("name", "leaves"), [("actor_critic", 12), ("deep_48", 242), ("cnn_12", 38), ("mlp_3x1024", 8), ("deep_200", 802)]
 )
-def test_networks_have_their_size_and_take_the_same_step_in_all_modes(name, leaves):
+def test_networks_have_their_size(name, leaves):
+    assert train_models.Train(train_models.PROBLEMS[name]()).leaves == leaves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["actor_critic", "mlp_3x1024"])  # the deep ones compile for minutes on jax 0.10
+def test_networks_take_the_same_step_in_all_modes(name):
     job = train_models.Train(train_models.PROBLEMS[name]())
-    assert job.leaves == leaves
     run = Comparison({"case": name}, {mode: functools.partial(job.program, mode) for mode in train_models.MODES})
     run.outliers = programs.OUTLIERS
     run.prepare(TINY)
