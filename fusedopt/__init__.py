@@ -1,6 +1,6 @@
 """Optimizers that update a model's parameters as a few long buffers, used like optax.
 
-Optimizers: `sgd`, `adam`, `adamw`, `lars`, `lion`, each a `FusedTransformation` with ``init``, ``update``
+Optimizers: `sgd`, `adam`, `adamw`, `lamb`, `lars`, `lion`, each a `FusedTransformation` with ``init``, ``update``
 (the optax protocol) and ``apply`` (the same step, in place); `chain` puts optax transformations
 in front of one. Parameters: `pack` and `FlatParams` hold them in buffers, `Packing` says which
 leaves share one, `FlatLayout` where each leaf lies, `Group` which leaves have hyperparameters of
@@ -15,14 +15,15 @@ from fusedopt.guard import has_nan as has_nan
 from fusedopt.layout import FlatLayout as FlatLayout
 from fusedopt.layout import Packing as Packing
 from fusedopt.loss_scale import DynamicLossScale as DynamicLossScale
-from fusedopt.optimizer import FusedState as FusedState
 from fusedopt.packing import FlatParams as FlatParams
 from fusedopt.packing import pack as pack
 from fusedopt.schedules import warmup_cosine as warmup_cosine
+from fusedopt.state import FusedState as FusedState
 from fusedopt.transformation import FusedTransformation as FusedTransformation
 from fusedopt.transformation import chain as chain
 from fusedopt.transforms import adam as adam
 from fusedopt.transforms import adamw as adamw
+from fusedopt.transforms import lamb as lamb
 from fusedopt.transforms import lars as lars
 from fusedopt.transforms import lion as lion
 from fusedopt.transforms import sgd as sgd
@@ -39,6 +40,7 @@ __all__ = [
     "adamw",
     "chain",
     "has_nan",
+    "lamb",
     "lars",
     "lion",
     "pack",

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fusedopt.grouping import Group, is_python_zero
-from fusedopt.hyperparams import Hyperparam, Hyperparams
+from fusedopt.hyperparams import Hyperparam, Hyperparams, decay_rate
 from fusedopt.layout import Packing
 from fusedopt.optimizer import Optimizer
 from fusedopt.rules import Rule
 from fusedopt.transformation import FusedTransformation, fused
 
+Backend = Literal["xla", "mosaic", "triton"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What all factories take, keyword-only; explained in `fusedopt.transforms`."""
+
+    groups: Any
+    packing: Any
+    backend: Any
+    skip_nonfinite: Any
+    master_weights: Any
+    ema_decay: Any
+    ema_debias: Any
+    clip_norm: Any
+    accumulate: Any
+
 
 def build(
     rule: Rule,
     items: Sequence[Hyperparam],
+    options: Options,
     *,
     weight_decay: Any,
     mask: Any,
-    groups: Any,
-    packing: Any,
-    backend: Any,
-    skip_nonfinite: Any,
     plain_rule: Rule | None = None,
     trust_mask: Any = None,
+    bias_trust: bool = False,
     mask_argument: str = "mask",
     slot_dtypes: Mapping[str, tuple[str, Any]] | None = None,
     absent: Mapping[str, str] | None = None,
@@ -38,12 +54,12 @@ def build(
 
     Args:
       rule, plain_rule: for leaves with and without a trust ratio; one rule by default.
-      items: the hyperparameters but for weight decay and those of groups.
+      items: the hyperparameters but for weight decay and those of options and groups.
+      bias_trust: see `Optimizer`.
       keep_decay: weight_decay is an operand even if it is the Python number 0.
       absent: hyperparameters that this choice of static options has removed, and why.
       mask_argument: what the factory calls `mask`.
       slot_dtypes: slot -> (name of the argument, its value).
-      others: see `transforms`.
     """
     items, absent = list(items), dict(absent or {})
     decays = keep_decay or not is_python_zero(weight_decay)
@@ -54,14 +70,27 @@ def build(
             "this optimizer was made with weight_decay=0, which removes decay from the program; "
             "make it with weight_decay=jnp.float32(0.0) to change it later"
         )
-    check_static("skip_nonfinite", skip_nonfinite)
+    for name in ("skip_nonfinite", "master_weights", "ema_debias"):
+        check_static(name, getattr(options, name))
     _check_mask(mask_argument, mask)
     _check_mask("trust_ratio_mask", trust_mask)
-    if packing is not None and not isinstance(packing, Packing):
-        raise TypeError(f"`packing`: expected a Packing, got {type(packing).__name__}")
-    if backend not in (None, "xla", "mosaic", "triton"):
-        raise ValueError(f"`backend`: expected 'xla', 'mosaic', 'triton' or None, got {backend!r}")
-    groups = _checked_groups(groups)
+    if options.packing is not None and not isinstance(options.packing, Packing):
+        raise TypeError(f"`packing`: expected a Packing, got {type(options.packing).__name__}")
+    if options.backend not in (None, "xla", "mosaic", "triton"):
+        raise ValueError(f"`backend`: expected 'xla', 'mosaic', 'triton' or None, got {options.backend!r}")
+    if options.ema_decay is not None:
+        items.append(decay_rate("ema_decay", options.ema_decay))
+    elif options.ema_debias:
+        raise ValueError("`ema_debias`: expected an `ema_decay` with it, got None")
+    else:
+        absent["ema_decay"] = "this optimizer was made without it and keeps no average"
+    if options.clip_norm is not None:
+        items.append(Hyperparam("clip_norm", options.clip_norm))
+    else:
+        absent["clip_norm"] = (
+            "this optimizer was made without it and takes no norm; clip_norm=jnp.float32(jnp.inf) clips nothing"
+        )
+    groups = _checked_groups(options.groups)
     for g in groups:
         if g.weight_decay is not None:
             items.append(Hyperparam(f"weight_decay/{g.name}", g.weight_decay))
@@ -76,13 +105,30 @@ def build(
             groups=groups,
             decay_mask=mask,
             trust_mask=trust_mask,
+            bias_trust=bias_trust,
             mask_argument=mask_argument,
-            packing=packing or Packing(),
-            backend=backend,
-            skip_nonfinite=bool(skip_nonfinite),
-            slot_dtypes={slot: _float_dtype(*given) for slot, given in (slot_dtypes or {}).items() if given[1] is not None},
+            packing=options.packing or Packing(),
+            backend=options.backend,
+            skip_nonfinite=bool(options.skip_nonfinite),
+            masters=bool(options.master_weights),
+            ema_debias=bool(options.ema_debias),
+            accumulate=1 if options.accumulate is None else _positive_int("accumulate", options.accumulate),
+            slot_dtypes={
+                slot: _float_dtype(*given) for slot, given in (slot_dtypes or {}).items() if given[1] is not None
+            },
         )
     )
+
+
+def _positive_int(argument: str, value: Any) -> int:
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(
+            f"`{argument}` is static: expected a positive int, got {type(value).__name__}; under "
+            "optax.inject_hyperparams name it in `static_args`"
+        )
+    if value < 1:
+        raise ValueError(f"`{argument}`: expected a positive int, got {value}")
+    return int(value)
 
 
 def _float_dtype(argument: str, value: Any) -> Any:

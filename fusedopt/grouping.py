@@ -146,7 +146,9 @@ def place(
             weight = region in WEIGHT_REGIONS
             placed = Placement("weight" if weight else "bias", region, weight, weight, False)
         else:
-            placed = Placement(group.name, region, not is_python_zero(group.weight_decay), group.trust_ratio, group.frozen)
+            placed = Placement(
+                group.name, region, not is_python_zero(group.weight_decay), group.trust_ratio, group.frozen
+            )
         if decay_mask is not None:
             placed = placed._replace(decays=bool(decay_mask[i]))
         if trust_mask is not None:

@@ -120,4 +120,3 @@ def _check_dtypes(leaves: Sequence[Any], layout: FlatLayout) -> None:
                 f"`grads` leaf `{_paths.show(s.path)}`: expected real floating point gradients "
                 f"for a {s.dtype} parameter, got {jnp.result_type(x)}"
             )
-

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +15,9 @@ from fusedopt import paths as _paths
 from fusedopt.grouping import Group, Placement, is_callable_mask, mask_flags, place
 from fusedopt.hyperparams import Hyperparams
 from fusedopt.layout import Bucket, FlatLayout, Packing
-from fusedopt.packing import FlatParams, slot_dtype
-from fusedopt.paths import show
+from fusedopt.packing import FlatParams, pack_whole, slot_dtype
 from fusedopt.rules import Rule
-
-
-class FusedState(NamedTuple):
-    """State of a fusedopt optimizer: arrays only, so that every checkpoint library takes it.
-
-    Slots are tuples with one buffer for each bucket that is not frozen, in layout order; fields
-    that an optimizer does not use are ``()``.
-    """
-
-    count: Any  # int32 []: finite steps taken
-    mu: Any = ()  # first moment or velocity
-    nu: Any = ()  # second moment
-    hyperparams: Any = ()  # float32 [k] (float64 with float64 parameters); decays b as 1 - b
-    skipped: Any = ()  # bool []: the last step was skipped
-    total_skipped: Any = ()  # int32 []
-    trust_ratios: Any = ()  # float32 [segments with a trust ratio], of the last step
+from fusedopt.state import FusedState, fields_of, signature, trusted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,7 +30,10 @@ class Optimizer:
       hyperparams: names, values and ranges, in the order of the state's vector.
       decays: False if weight decay is absent (the Python number 0 was given), so that
         parameters need not even be read.
-      groups, decay_mask, trust_mask, packing, backend, skip_nonfinite: as given.
+      groups, decay_mask, trust_mask, packing, backend, skip_nonfinite, ema_debias: as given.
+      bias_trust: the default group ``bias`` has trust ratios too, unless `trust_mask` says otherwise.
+      masters: keep a float32 copy of each bucket of lower precision.
+      accumulate: gradients that make a step.
       slot_dtypes: slot name -> dtype that overrides float32.
     """
 
@@ -60,13 +48,37 @@ class Optimizer:
     packing: Packing = Packing()
     backend: str | None = None
     skip_nonfinite: bool = True
+    bias_trust: bool = False
+    masters: bool = False
+    ema_debias: bool = False
+    accumulate: int = 1
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _layouts: dict = dataclasses.field(default_factory=dict, repr=False)
     _seen: dict = dataclasses.field(default_factory=dict, repr=False)
 
     @property
+    def averages(self) -> bool:
+        """Whether it keeps an average of the parameters."""
+        return "ema_decay" in self.hyperparams.names()
+
+    @property
+    def clips(self) -> bool:
+        return "clip_norm" in self.hyperparams.names()
+
+    @property
     def needs_params(self) -> bool:
-        return self.rule.trust or self.decays or any(g.has_own_decay for g in self.groups)
+        own = self.rule.trust or self.averages or self.masters or self.decays
+        return own or any(g.has_own_decay for g in self.groups)
+
+    @property
+    def buffer_names(self) -> tuple[str, ...]:
+        """The fields of the state that hold a buffer for each bucket, or for some."""
+        extra = {"ema": self.averages, "master": self.masters, "accumulated": self.accumulate > 1}
+        return (*self.rule.slots, *(name for name, wanted in extra.items() if wanted))
+
+    def kept(self, bucket: Bucket) -> tuple[str, ...]:
+        """The fields of the state that hold a buffer for this bucket."""
+        return tuple(n for n in self.buffer_names if n != "master" or bucket.dtype.itemsize < 4)
 
     def rule_of(self, bucket: Bucket) -> Rule:
         return self.rule if bucket.trust else self.plain_rule
@@ -140,52 +152,83 @@ class Optimizer:
     def _normalised(self, placements):
         """Placements without the flags that make no difference to this optimizer."""
         own_decay = {g.name for g in self.groups if g.has_own_decay}
+        bias_trust = self.bias_trust and self.trust_mask is None
 
         def one(p: Placement | None) -> Placement | None:
             if p is None:
                 return None
+            trust = p.trust or (bias_trust and p.group == "bias")
             return p._replace(
-                decays=p.decays and (self.decays or p.group in own_decay), trust=p.trust and self.rule.trust
+                decays=p.decays and (self.decays or p.group in own_decay), trust=trust and self.rule.trust
             )
 
         return tuple(map(one, placements))
 
     def init(self, params: Any) -> FusedState:
-        """The state of fresh parameters (arrays, abstract values or FlatParams)."""
+        """The state of fresh parameters: arrays or FlatParams; abstract values where no parameter is copied."""
         if type(params).__name__ == "_ParamsPlaceholder":
             # optax.tree_map_params looks for what it finds this object in: the slots.
-            ratios = 0 if self.rule.trust else ()
-            slots = dict.fromkeys(self.rule.slots, params)
-            return FusedState(0, hyperparams=0, skipped=0, total_skipped=0, trust_ratios=ratios, **slots)
-        layout = self.layout_of_params(params)
-        live = live_buckets(layout)
-        slots = {slot: tuple(jnp.zeros(b.shape, self.slot_dtype(slot, b)) for b in live) for slot in self.rule.slots}
+            buffers = dict.fromkeys(self.buffer_names, params)
+            return FusedState(0, skipped=0, total_skipped=0, **buffers, **dict.fromkeys(self._scalar_fields(), 0))
+        flat = params if isinstance(params, FlatParams) else _paths.flatten(params)
+        layout = self.adapt(flat) if isinstance(params, FlatParams) else self.layout_of(flat, "params")
+        buffers = {}
+        for i, b in enumerate(layout.buckets):
+            if not b.frozen:
+                copied = functools.partial(self._copied, flat, layout, i)
+                buffers[b] = {name: self._fresh(name, b, copied) for name in self.kept(b)}
         wide = any(slot_dtype(b.dtype) == jnp.float64 for b in layout.buckets)
         dtype = jnp.float64 if wide else jnp.float32
-        ratios: Any = ()
-        if self.rule.trust:
-            ratios = jnp.ones((len(trusted(layout)),), dtype)
+        fresh = {
+            "hyperparams": lambda: self.hyperparams.init(dtype),
+            "trust_ratios": lambda: jnp.ones((len(trusted(layout)),), dtype),
+            "grad_norm": lambda: jnp.zeros((), dtype),
+            "micro_step": lambda: jnp.zeros((), jnp.int32),
+        }
         state = FusedState(
             count=jnp.zeros((), jnp.int32),
-            hyperparams=self.hyperparams.init(dtype),
             skipped=jnp.zeros((), jnp.bool_),
             total_skipped=jnp.zeros((), jnp.int32),
-            trust_ratios=ratios,
-            **slots,
+            **fields_of(self, buffers),
+            **{name: fresh[name]() for name in self._scalar_fields()},
         )
         self.remember(state, layout)
         return state
+
+    def _scalar_fields(self) -> list[str]:
+        """The fields of the state that some optimizers have and that hold no buffers."""
+        wanted = {"trust_ratios": self.rule.trust, "grad_norm": self.clips, "micro_step": self.accumulate > 1}
+        return ["hyperparams", *(name for name, here in wanted.items() if here)]
+
+    def _fresh(self, name: str, bucket: Bucket, copied: Callable[[], jax.Array]) -> jax.Array:
+        if name == "master" or (name == "ema" and not self.ema_debias):
+            return copied().astype(slot_dtype(bucket.dtype))
+        return jnp.zeros(bucket.shape, self.slot_dtype(name, bucket))
+
+    @staticmethod
+    def _copied(flat: Any, layout: FlatLayout, i: int) -> jax.Array:
+        """A bucket of the parameters, which shares no memory with them."""
+        bucket = layout.buckets[i]
+        if isinstance(flat, FlatParams):
+            return jnp.array(flat.buckets[i], copy=True)
+        for s in layout.segments_of(bucket):
+            if isinstance(flat.leaves[s.leaf], jax.ShapeDtypeStruct):
+                raise TypeError(
+                    f"`params` leaf `{_paths.show(s.path)}`: expected an array, got an abstract value; `ema_decay` and "
+                    "`master_weights` copy parameters: use jax.eval_shape(tx.init, params) for an abstract state"
+                )
+        return pack_whole(flat.leaves, bucket, layout)
 
     def slot_dtype(self, slot: str, bucket: Bucket) -> Any:
         return self.slot_dtypes.get(slot) or slot_dtype(bucket.dtype)
 
     def remember(self, state: FusedState, layout: FlatLayout) -> None:
         """Lets `layout_for` name the segments of a state that comes without its parameters."""
-        self._remember(self._seen, _signature(state), layout)
+        self._remember(self._seen, signature(state), layout)
 
     def layout_for(self, state: FusedState) -> FlatLayout:
         try:
-            return self._seen[_signature(state)]
+            return self._seen[signature(state)]
         except KeyError:
             raise ValueError(
                 "this optimizer has not seen a state of this layout: call `tx.init(params)` "
@@ -197,46 +240,3 @@ class Optimizer:
         if len(cache) >= 64:  # a program with more models than this only pays the lookup anew
             cache.clear()
         cache[key] = value
-
-    def check_state(self, state: FusedState, layout: FlatLayout) -> None:
-        """Raises ValueError if the slots were laid out for other parameters, naming the leaf."""
-        if not isinstance(state, FusedState):
-            raise ValueError(f"`state`: expected the FusedState of this optimizer's init, got {type(state).__name__} "
-                "(restore a checkpoint into the structure of `tx.init(params)`)")
-        live = live_buckets(layout)
-        for slot in self.rule.slots:
-            buffers = getattr(state, slot)
-            if len(buffers) != len(live):
-                raise ValueError(
-                    f"`state.{slot}` is of another layout: got {len(buffers)} buffers, expected "
-                    f"{len(live)} for these parameters ({', '.join(b.name for b in live[:4])}"
-                    f"{', ...' if len(live) > 4 else ''})"
-                )
-            for b, buffer in zip(live, buffers, strict=True):
-                if jnp.shape(buffer) != b.shape:
-                    members = layout.segments_of(b)
-                    raise ValueError(
-                        f"`state.{slot}` is of another layout: bucket `{b.name}` with leaf "
-                        f"`{show(members[0].path)}`: got shape {jnp.shape(buffer)}, expected "
-                        f"{b.shape}"
-                    )
-        count = len(trusted(layout)) if self.rule.trust else 0
-        if self.rule.trust and jnp.shape(state.trust_ratios) != (count,):
-            raise ValueError(
-                f"`state.trust_ratios` is of another layout: got shape "
-                f"{jnp.shape(state.trust_ratios)}, expected {(count,)}"
-            )
-
-
-def live_buckets(layout: FlatLayout) -> list[Bucket]:
-    """The buckets that have slots, in the order of the slots."""
-    return [b for b in layout.buckets if not b.frozen]
-
-
-def trusted(layout: FlatLayout):
-    """The segments that have a trust ratio, in the order of `FusedState.trust_ratios`."""
-    return [s for b in live_buckets(layout) if b.trust for s in layout.segments_of(b)]
-
-
-def _signature(state: FusedState) -> tuple:
-    return tuple(jnp.shape(x) for x in jax.tree.leaves(state))

@@ -115,13 +115,16 @@ def pack(params: Any, tx: Any = None, *, packing: Packing | None = None) -> Flat
     else:
         layout = optimizer.layout_of(flat, "params", packing=packing)
     leaves = flat.leaves
-    buckets = []
-    for bucket in layout.buckets:
-        whole = pallas_kernels.join(gather(leaves, bucket, layout.segments_of(bucket), layout.align))
-        # A leaf that fills its bucket would otherwise be the caller's own array.
-        buckets.append(jnp.array(whole, copy=True) if len(layout.sizes_of(bucket)) == 1 else whole)
+    buckets = [pack_whole(leaves, bucket, layout) for bucket in layout.buckets]
     rest = [jnp.array(leaves[i], copy=True) for i in layout.others if i not in layout.absent]
     return FlatParams(buckets, rest, layout)
+
+
+def pack_whole(leaves: Sequence[Any], bucket: Bucket, layout: FlatLayout) -> jax.Array:
+    """A bucket from the leaves of a tree, in memory of its own."""
+    whole = pallas_kernels.join(gather(leaves, bucket, layout.segments_of(bucket), layout.align))
+    # A leaf that fills its bucket would otherwise be the caller's own array.
+    return jnp.array(whole, copy=True) if len(layout.sizes_of(bucket)) == 1 else whole
 
 
 def _default_layout(flat: _paths.Flattened, packing: Packing) -> FlatLayout:

@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusedopt.layout import Bucket
+from fusedopt.hyperparams import bias_correction
+from fusedopt.layout import Bucket, FlatLayout
 from fusedopt.optimizer import Optimizer
+from fusedopt.state import live_buckets
+
+Scalars = dict[tuple, tuple[tuple[str, ...], jax.Array]]
+"""`scalars_key` -> names and vector of the scalars that its buckets share."""
 
 
 def unscale_factor(loss_scale: Any, dtype: Any) -> tuple[jax.Array | None, jax.Array | None]:
@@ -55,31 +60,44 @@ def scalars_key(opt: Optimizer, bucket: Bucket) -> tuple:
     return opt.rule_of(bucket), bucket.group if overridden else None
 
 
-def scalar_vectors(opt, layout, values, count, unscale, bad) -> dict[tuple, tuple]:
-    """key -> (names, vector): the scalars of the rule, neutral if the step is bad.
-
-    The vectors pass an optimization barrier: without it XLA computes bias corrections again
-    for every element that uses them.
-    """
-    vectors, names = {}, {}
-    for b in layout.buckets:
+def rule_scalars(opt: Optimizer, layout: FlatLayout, values: Mapping[str, Any], count: jax.Array) -> Scalars:
+    """The scalars of each rule and group as they are, whatever the gradients turn out to be."""
+    found: dict[tuple, tuple] = {}
+    for b in live_buckets(layout):
         key = scalars_key(opt, b)
-        if b.frozen or key in vectors:
+        if key in found:
             continue
-        rule = key[0]
-        scalars = rule.scalars(of_group(values, b), count)
-        dtype = values_dtype(values)
-        head = {}
+        scalars = key[0].scalars(of_group(values, b), count)
+        if opt.averages:
+            decay = values["ema_decay"]
+            # Debiased: what the average of zeros and the parameters since, divided by 1 - d^t, moves by.
+            rate = decay.complement / bias_correction(decay, count) if opt.ema_debias else decay.complement
+            scalars["ema_rate"] = rate
+        found[key] = tuple(scalars), jnp.stack(list(scalars.values()))
+    return _barred(found) if opt.rule.measures else found
+
+
+def guarded(scalars: Scalars, factors: Mapping[str, jax.Array], bad: jax.Array | None) -> Scalars:
+    """The scalars that a step works with: neutral if it is bad, with the flag and the gradients' factors in front."""
+    new = {}
+    for key, (names, vector) in scalars.items():
+        dtype, head = vector.dtype, {}
         if bad is not None:
             head["bad"] = bad.astype(dtype)
-            for name, neutral in rule.neutral.items():
-                if name in scalars:
-                    scalars[name] = jnp.where(bad, np.asarray(neutral, dtype), scalars[name])
-        if unscale is not None:
-            head["unscale"] = unscale
-        scalars = {**head, **scalars}
-        names[key] = tuple(scalars)
-        vectors[key] = jnp.stack(list(scalars.values()))
-    keys = list(vectors)
-    barred = jax.lax.optimization_barrier([vectors[k] for k in keys])
-    return {k: (names[k], v) for k, v in zip(keys, barred, strict=True)}
+            neutral = [key[0].neutral.get(name) for name in names]
+            known = np.asarray([n is not None for n in neutral])
+            if known.any():
+                vector = jnp.where(
+                    jnp.broadcast_to(bad, known.shape) & known, np.asarray([n or 0.0 for n in neutral], dtype), vector
+                )
+        head |= factors
+        if head:
+            vector = jnp.concatenate([jnp.stack(list(head.values())), vector])
+        new[key] = (*head, *names), vector
+    return _barred(new)
+
+
+def _barred(scalars: Scalars) -> Scalars:
+    """Behind an optimization barrier: without it XLA computes bias corrections again for every element."""
+    vectors = jax.lax.optimization_barrier([vector for _, vector in scalars.values()])
+    return {key: (names, v) for (key, (names, _)), v in zip(scalars.items(), vectors, strict=True)}

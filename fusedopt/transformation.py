@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from fusedopt.optimizer import FusedState, Optimizer, trusted
-from fusedopt.paths import Path
+from fusedopt.optimizer import Optimizer
+from fusedopt.packing import FlatParams, pieces_of, slot_dtype
+from fusedopt.paths import Path, flatten
+from fusedopt.scalars import callers_flag, unscale_factor
+from fusedopt.state import FusedState, buffers_of, check_state, trusted
 from fusedopt.update import step
 
 
@@ -100,9 +104,36 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
             raise ValueError("this optimizer has no trust ratios")
         fused = self._find_state(state)
         layout = self.optimizer.layout_for(fused) if params is None else self.optimizer.layout_of_params(params)
-        self.optimizer.check_state(fused, layout)
+        check_state(self.optimizer, fused, layout)
         members = trusted(layout)
         return {s.path: fused.trust_ratios[i] for i, s in enumerate(members)}
+
+    def ema_params(self, state: Any, params: Any) -> Any:
+        """The average of the parameters that `ema_decay` keeps, as a tree like `params`, or FlatParams.
+
+        Each leaf in the dtype of its parameter. Leaves that have no average, frozen ones, integers and None, are those
+        of `params`. Works inside jit. To train on from the average, copy it: a leaf may share memory with the state.
+
+        Raises:
+          ValueError: the optimizer keeps no average, or the state is of other parameters.
+        """
+        if not self.optimizer.averages:
+            raise ValueError("this optimizer keeps no average: make it with `ema_decay`")
+        state = self._find_state(state)
+        layout = self.optimizer.layout_of_params(params)
+        check_state(self.optimizer, state, layout)
+        averages = {b: x["ema"].astype(b.dtype) for b, x in buffers_of(self.optimizer, state, layout).items()}
+        if isinstance(params, FlatParams):
+            buckets = [averages.get(b, x) for b, x in zip(layout.buckets, params.buckets, strict=True)]
+            return FlatParams(buckets, params.rest, params.layout)
+        tree = flatten(params)
+        leaves = list(tree.leaves)
+        for bucket, average in averages.items():
+            members = layout.segments_of(bucket)
+            parts = [average] if bucket.solo else pieces_of(bucket, members, layout.align).split(average)
+            for s, part in zip(members, parts, strict=True):
+                leaves[s.leaf] = part
+        return tree.treedef.unflatten(leaves)
 
 
 def fused(optimizer: Optimizer) -> FusedTransformation:
@@ -141,9 +172,8 @@ def chain(*transforms: Any) -> FusedTransformation:
     params, state = tx.apply(grads, state, params)
     ```
 
-    The transformations in front see the gradients as they come: still multiplied by a `loss_scale`
-    that is passed to ``update``, so unscale them first where one in front clips. A skipped step
-    leaves parameters and the fused state untouched, and not the states of those in front.
+    The transformations in front see unscaled gradients: what `loss_scale` asks for is done before them. A step that
+    is skipped leaves their states as they were, as it leaves parameters and the fused state.
 
     Args:
       *transforms: optax transformations of the gradients, then one made by fusedopt.
@@ -174,12 +204,17 @@ def chain(*transforms: Any) -> FusedTransformation:
     def run(final: Callable[..., tuple[Any, Any]], grads, state, params, extra):
         if not isinstance(state, tuple) or len(state) != len(front) + 1:
             raise ValueError(f"`state`: expected a tuple of {len(front) + 1} states, one a transformation")
+        if front and extra.get("loss_scale") is not None:
+            grads, extra = _unscaled(grads, extra)
         new = []
         for t, s in zip(front, state[:-1], strict=True):
             grads, s = t.update(grads, s, params, **extra)
             new.append(s)
-        out, s = final(grads, state[-1], params, **extra)
-        return out, (*new, s)
+        out, last_state = final(grads, state[-1], params, **extra)
+        if last.optimizer.skip_nonfinite or extra.get("has_nan") is not None:
+            skipped = last._find_state(last_state).skipped
+            new = [_where(skipped, old, changed) for old, changed in zip(state[:-1], new, strict=True)]
+        return out, (*new, last_state)
 
     def update(grads: Any, state: tuple, params: Any = None, **extra: Any):
         return run(last.update, grads, state, params, extra)
@@ -196,3 +231,22 @@ def chain(*transforms: Any) -> FusedTransformation:
         put_state=lambda state, new: (*state[:-1], last._put_state(state[-1], new)),
     )
 
+
+def _unscaled(grads: Any, extra: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Gradients divided by the `loss_scale` of `extra`, and an `extra` without it that says whether it was unusable."""
+    scale = extra["loss_scale"]
+    unusable, _ = unscale_factor(scale, jnp.float32)
+    flag = unusable if extra.get("has_nan") is None else unusable | callers_flag(extra["has_nan"])
+
+    def unscaled(g: Any) -> Any:
+        if g is None or not jnp.issubdtype(getattr(g, "dtype", jnp.float32), jnp.floating):
+            return g
+        g = jnp.asarray(g)
+        dtype = slot_dtype(g.dtype)  # a quotient in 16 bits could underflow
+        return g.astype(dtype) * unscale_factor(scale, dtype)[1]
+
+    return jax.tree.map(unscaled, grads, is_leaf=lambda x: x is None), {**extra, "loss_scale": None, "has_nan": flag}
+
+
+def _where(flag: jax.Array, old: Any, new: Any) -> Any:
+    return jax.tree.map(lambda a, b: b if a is b else jnp.where(flag, a, b), old, new)

@@ -1,9 +1,8 @@
-"""One optimizer step: the one place where a rule meets a launcher."""
+"""One optimizer step, from what the caller passes to what it gets back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from fusedopt.guard import any_nan, zero_or_nan
-from fusedopt.layout import Bucket, FlatLayout
+from fusedopt import measure
+from fusedopt.bucket import Shared, accumulate, update_bucket
+from fusedopt.guard import any_nan
+from fusedopt.layout import Bucket
 from fusedopt.operands import close_operands, open_operands
-from fusedopt.optimizer import FusedState, Optimizer
-from fusedopt.packing import slot_dtype
-from fusedopt.rules import Rule
-from fusedopt.rules.base import NEGATIVE_ZERO
-from fusedopt.scalars import callers_flag, of_group, scalar_vectors, scalars_key, unscale_factor, values_dtype
+from fusedopt.optimizer import Optimizer
+from fusedopt.scalars import callers_flag, guarded, of_group, rule_scalars, scalars_key, unscale_factor
+from fusedopt.state import FusedState, buffers_of, check_state, fields_of, live_buckets
 
 INT32_MAX = np.int32(2**31 - 1)
 
@@ -34,26 +33,59 @@ def step(
     """``(new params, state)`` if `in_place`, else ``(updates, state)``. See `transforms`."""
     if params is None and (in_place or opt.needs_params):
         raise ValueError(
-            "`params` are needed: weight decay and trust ratios are computed from the "
+            "`params` are needed: weight decay, trust ratios, averages and master weights are computed from the "
             "parameters; call update(grads, state, params)"
         )
     layout, g, p = open_operands(opt, grads, params)
-    opt.check_state(state, layout)
+    check_state(opt, state, layout)
     opt.remember(state, layout)
-
-    count = jnp.where(state.count == INT32_MAX, INT32_MAX, state.count + np.int32(1))
+    kept = buffers_of(opt, state, layout)
     values, vector = opt.hyperparams.resolve(state.hyperparams, state.count, extra)
     dtype = vector.dtype
-    bad, unscale = unscale_factor(extra.get("loss_scale"), dtype)
-    norms = _norms(opt, layout, g, p, values, unscale)
-    flags = [] if bad is None else [bad]
-    if opt.skip_nonfinite:
-        flags.append(_nonfinite(opt, layout, g, norms, unscale))
+
+    # What a gradient alone can say.
+    leaves_of = dict(zip(layout.buckets, g.buckets, strict=True))
+    gradients = dict(leaves_of)
+    absent = {b for b in live_buckets(layout) if g.absent(layout, b)}
+    unusable, unscale = unscale_factor(extra.get("loss_scale"), dtype)
+    flags = [] if unusable is None else [unusable]
     if extra.get("has_nan") is not None:
         flags.append(callers_flag(extra["has_nan"]))
-    bad = None
-    for flag in flags:
-        bad = flag if bad is None else bad | flag
+    micro_step = bad = None
+    if opt.accumulate > 1:
+        squared = opt.clips or opt.rule.trust  # so that no norm of the sum can overflow either
+        if opt.skip_nonfinite:
+            flags.append(any_nan(measure.nonfinite(opt, layout, gradients, unscale, squared=squared)))
+        bad = _any(flags)
+        own = _accumulate(opt, layout, gradients, kept, absent, unscale, bad, dtype)
+        for b, total in own.items():
+            kept[b]["accumulated"] = gradients[b] = total
+        unscale, absent = None, set()
+        micro_step = state.micro_step + np.int32(1)
+        flags = [micro_step < opt.accumulate] + ([] if bad is None else [bad])
+
+    # What the norms say, and with them the last word on the step.
+    factors = {} if unscale is None else {"unscale": unscale}
+    seen: list[jax.Array] = []
+    norm = None
+    if opt.clips:
+        norm = measure.global_norm(opt, layout, gradients, unscale, dtype)
+        first, clip = measure.clip_factors(norm, values["clip_norm"])
+        factors = {"unscale": first if unscale is None else unscale * first, "clip": clip}
+        # No gradient is larger than the norm, so if the norm can be squared they can.
+        largest = jnp.square(jnp.minimum(norm, values["clip_norm"])) if opt.rule.squares_gradient else norm
+        seen += [(norm - norm).reshape(1), (largest - largest).reshape(1)]
+    weights = {} if p is None else dict(zip(layout.buckets, p.buckets, strict=True))
+    truths = {b: kept[b].get("master", weights.get(b)) for b in kept}
+    count = jnp.where(state.count == INT32_MAX, INT32_MAX, state.count + np.int32(1))
+    scalars = rule_scalars(opt, layout, values, count)
+    norms = measure.trust_norms(opt, layout, gradients, truths, kept, scalars, factors)
+    if opt.skip_nonfinite:
+        looked_at = [b for b in layout.buckets if b in norms or opt.accumulate > 1 or (opt.clips and not b.frozen)]
+        seen += measure.nonfinite(opt, layout, gradients, unscale, looked_at)
+        seen += [(x[1] - x[1]).reshape(-1) for x in norms.values()]
+        flags.append(any_nan(seen))
+    still = _any(flags)
 
     ratios = {
         b: opt.rule.trust_ratio(
@@ -61,162 +93,49 @@ def step(
         )
         for b in norms
     }
-    scalars = scalar_vectors(opt, layout, values, count, unscale, bad)
-    new, slots = [], {slot: [] for slot in opt.rule.slots}
-    live = 0
-    for i, bucket in enumerate(layout.buckets):
-        w = None if p is None else p.buckets[i]
-        if bucket.frozen:
-            new.append(w if in_place else None)
+    scalars = guarded(scalars, factors, still)
+    shared, new = Shared(opt, layout, in_place, still), []
+    for b, w in zip(layout.buckets, g.buckets if p is None else p.buckets, strict=True):
+        w = None if p is None else w
+        if b.frozen or b in absent:  # no gradient is not a zero gradient: nothing changes
+            new.append(w if in_place else None if b.frozen else _no_update(gradients[b], b))
             continue
-        old = [getattr(state, slot)[live] for slot in opt.rule.slots]
-        live += 1
-        if g.absent(layout, bucket):  # no gradient is not a zero gradient: nothing changes
-            result, changed = (w if in_place else _no_update(g.buckets[i], bucket)), old
-        else:
-            result, changed = _update_bucket(
-                opt,
-                bucket,
-                layout,
-                scalars[scalars_key(opt, bucket)],
-                ratios.get(bucket),
-                bad,
-                g.buckets[i],
-                w,
-                old,
-                in_place,
-            )
+        grad = None if opt.accumulate > 1 else gradients[b]
+        result, kept[b] = update_bucket(shared, b, scalars[scalars_key(opt, b)], ratios.get(b), grad, w, kept[b])
+        like = leaves_of[b]
+        if isinstance(like, pallas_kernels.Pieces) and not isinstance(result, pallas_kernels.Pieces):
+            result = like.replaced(like.split(result), result.dtype)
         new.append(result)
-        for slot, buffer in zip(opt.rule.slots, changed, strict=True):
-            slots[slot].append(buffer)
 
-    state = _next_state(opt, state, count, vector, bad, ratios, slots)
+    fields: dict[str, Any] = {"count": count, **fields_of(opt, kept)}
+    if vector is not state.hyperparams:
+        fields["hyperparams"] = vector
+    if ratios:
+        fields["trust_ratios"] = jnp.concatenate(list(ratios.values()))
+    if norm is not None:
+        fields["grad_norm"] = norm
+    state = _next_state(state, fields, still, bad, micro_step, opt.accumulate)
     return close_operands(layout, new, g, p, in_place), state
 
 
-# ------------------------------------------------------------------ what is known before writing
+def _any(flags: Sequence[jax.Array]) -> jax.Array | None:
+    """Whether one of them is set; None if there are none."""
+    found = None
+    for flag in flags:
+        found = flag if found is None else found | flag
+    return found
 
 
-def _norms(opt, layout, g, p, values, unscale) -> dict[Bucket, jax.Array]:
-    """Norms (2, segments) of what the trust ratio is made of, for each bucket that has one."""
-    norms = {}
-    for buckets, w, grads, sizes, row in _measured_together(opt, layout, g, p):
-        first = buckets[0]
-        wd = of_group(values, first)["weight_decay"] if first.decays else None
-        dtype, own = values_dtype(values), slot_dtype(first.dtype)
-        one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
-        scalars = jnp.stack([one if unscale is None else unscale, zero if wd is None else wd])
-
-        def measured(s, w, g, dtype=dtype, own=own):
-            return opt.rule.measured(SimpleNamespace(wd=s[1]), g.astype(own).astype(dtype) * s[0], w.astype(dtype))
-
-        name = f"fusedopt_norms_{first.group}"
-        sums = pallas_kernels.segment_sumsq(
-            measured, scalars, (w, grads), sizes, row=row, backend=opt.backend, name=name
-        )
-        ends = np.cumsum([b.last - b.first for b in buckets])[:-1].tolist()
-        norms |= zip(buckets, jnp.split(pallas_kernels.norm(sums), ends, axis=1), strict=True)
-    return norms
-
-
-def _measured_together(opt, layout, g, p):
-    """(buckets, parameters, gradients, sizes, row) of each call that takes norms.
-
-    A packed bucket is one call. Solo ones that are treated alike are the pieces of one, where kernels can take them so.
-    """
-    alike: dict[tuple, list[int]] = {}
-    for i, b in enumerate(layout.buckets):
-        if b.frozen or not b.trust:
-            continue
-        if opt.backend == "mosaic" and not b.solo and layout.align != pallas_kernels.BLOCK:
-            raise ValueError(
-                f"`backend`='mosaic' takes norms of whole blocks: pack with packing=fusedopt.Packing("
-                f"align={pallas_kernels.BLOCK}), got align={layout.align}, or leave `backend` to the device"
-            )
-        together = b.solo and pallas_kernels.runs_pieces(opt.backend, g.buckets[i])
-        alike.setdefault((b.group, b.decays, b.dtype, g.buckets[i].dtype) if together else (i,), []).append(i)
-    for key, members in alike.items():
-        buckets = [layout.buckets[i] for i in members]
-        sizes = [n for b in buckets for n in layout.sizes_of(b)]
-        w, grads = ([x.buckets[i] for i in members] for x in (p, g))
-        if len(key) == 1:
-            yield buckets, w[0], grads[0], sizes, layout.align
-        else:
-            w, grads = (pallas_kernels.pieces_of(x, x[0].dtype) for x in (w, grads))
-            yield buckets, w, grads, sizes, grads.row
-
-
-def _nonfinite(opt, layout, g, norms, unscale) -> jax.Array:
-    """Whether a gradient is unusable; the norms have seen those of their buckets already."""
-    alike: dict[tuple, list[jax.Array]] = {}
-    for b, x in zip(layout.buckets, g.buckets, strict=True):
-        if x is None or b in norms:
-            continue
-        squared = opt.rule_of(b).squares_gradient and not b.frozen
-        # In the dtype of the formula: float64 gradients of a float32 parameter may overflow there.
-        alike.setdefault((squared, slot_dtype(b.dtype)), []).extend(pallas_kernels.arrays_of(x))
-    zeros = [
-        zero_or_nan(arrays, unscale, squared=squared, dtype=dtype, backend=opt.backend)
-        for (squared, dtype), arrays in alike.items()
-    ]
-    if norms:
-        zeros += [x[1] - x[1] for x in norms.values()]
-    return any_nan(zeros)
-
-
-# ------------------------------------------------------------------ the update itself
-
-
-def _update_bucket(
-    opt: Optimizer,
-    bucket: Bucket,
-    layout: FlatLayout,
-    named: tuple,
-    eta: Any,
-    bad: Any,
-    g: jax.Array,
-    w: Any,
-    slots: Sequence[jax.Array],
-    in_place: bool,
-) -> tuple[jax.Array, list[jax.Array]]:
-    """``(new w or u, new slots)`` of one bucket, in one pass over it."""
-    rule = opt.rule_of(bucket)
-    names, vector = named
-    if vector.dtype == jnp.float64 and bucket.dtype != np.float64:  # float32 beside float64
-        vector = vector.astype(jnp.float32)
-        eta = None if eta is None else eta.astype(jnp.float32)
-    row_scalars: tuple = ()
-    if eta is not None:
-        names = (*names, "eta")
-        if bad is not None:
-            eta = jnp.where(bad, jnp.zeros_like(eta), eta)
-        if bucket.solo:
-            vector = jnp.append(vector, eta)
-        else:
-            sizes = layout.sizes_of(bucket)
-            row_scalars = (pallas_kernels.spread(eta, sizes, layout.align, bucket.size),)
-    reads_w = bucket.decays or bucket.trust
-    fn = _body(rule, names, vector.dtype, len(slots), reads_w and bucket.decays, in_place, has_w=in_place or reads_w)
-    updated, read = list(slots), [g]
-    if in_place:
-        updated.insert(0, w)
-    elif reads_w:
-        read.insert(0, w)
-    new, emitted = pallas_kernels.elementwise(
-        fn,
-        vector,
-        updated,
-        read,
-        emit=() if in_place else (bucket.dtype,),
-        row_scalars=row_scalars,
-        row=layout.align,
-        early_exit=bad is not None,
-        # One leaf alone: XLA's kernel of it is as good as ours, compiles faster, and takes along what made the
-        # gradient (a cast, an unscale), which a kernel of ours would wait for.
-        backend="xla" if opt.backend is None and bucket.solo else opt.backend,
-        name=f"fusedopt_{type(rule).__name__.lower()}_{bucket.group}",
-    )
-    return (new[0], list(new[1:])) if in_place else (emitted[0], list(new))
+def _accumulate(opt, layout, gradients, kept, absent, unscale, bad, dtype) -> dict[Bucket, jax.Array]:
+    """The accumulated gradients, with their share of these ones added unless they are bad."""
+    share = jnp.full((), 1 / opt.accumulate, dtype) * (jnp.ones((), dtype) if unscale is None else unscale)
+    flag = jnp.zeros((), dtype) if bad is None else bad.astype(dtype)
+    scalars = jnp.stack([flag, share])
+    shared = Shared(opt, layout, True, bad)
+    return {
+        b: x["accumulated"] if b in absent else accumulate(shared, b, scalars, gradients[b], x["accumulated"])
+        for b, x in kept.items()
+    }
 
 
 def _no_update(g: Any, bucket: Bucket) -> Any:
@@ -225,44 +144,28 @@ def _no_update(g: Any, bucket: Bucket) -> Any:
     return jnp.zeros(bucket.shape, bucket.dtype)
 
 
-def _body(rule: Rule, names, dtype, num_slots: int, decays: bool, in_place: bool, has_w: bool):
-    """The elementwise function of a bucket: unscale, guard, the rule's formula, the sum.
+def _next_state(
+    state: FusedState, new: dict[str, Any], still: Any, bad: Any, micro_step: Any, accumulate: int
+) -> FusedState:
+    """The state after a step that left everything `still`, or not.
 
-    Block order: in place ``w, *slots, g``; otherwise ``*slots, [w,] g``.
+    Args:
+      new: fields of the state after a step.
+      bad: with `micro_step`: whether these gradients were left out.
+      micro_step: gradients accumulated now, or None.
     """
-
-    def body(values, *blocks):
-        s = SimpleNamespace(**dict(zip(names, values, strict=True)))
-        blocks = [x.astype(dtype) for x in blocks]
-        g = blocks.pop()
-        w = blocks.pop(0 if in_place else -1) if has_w else None
-        bad = s.bad != 0 if "bad" in names else None
-        if "unscale" in names:
-            g = g * s.unscale
-        if bad is not None:
-            g = jnp.where(bad, NEGATIVE_ZERO.astype(dtype), g)
-        u, *slots = rule.formula(s, g, w if decays else None, *blocks)
-        assert len(slots) == num_slots
-        if in_place:
-            new = w + u
-            return (new if bad is None else jnp.where(bad, w, new), *slots)
-        return (*slots, u if bad is None else jnp.where(bad, jnp.zeros_like(u), u))
-
-    return body
-
-
-def _next_state(opt, state, count, vector, bad, ratios, slots) -> FusedState:
-    new: dict[str, Any] = {slot: tuple(buffers) for slot, buffers in slots.items()}
-    if ratios:
-        new["trust_ratios"] = jnp.concatenate(list(ratios.values()))
-    new["count"] = count
-    if vector is not state.hyperparams:
-        new["hyperparams"] = vector
-    if bad is None:
+    skipped = still
+    if micro_step is not None:
+        whole = micro_step >= accumulate
+        skipped = still & whole if bad is None else bad | (still & whole)
+        after = jnp.where(whole, np.int32(0), micro_step)
+        new["micro_step"] = jnp.where(skipped, state.micro_step, after)
+    if skipped is None:
         # False, as a result of the kernel that counts: a constant would take a launch of its own to be copied.
-        return state._replace(skipped=count < np.int32(0), **new)
-    for field in ("count", "hyperparams", "trust_ratios"):
+        return state._replace(skipped=new["count"] < np.int32(0), **new)
+    for field in ("count", "hyperparams", "trust_ratios", "grad_norm"):
         if field in new:
-            new[field] = jnp.where(bad, getattr(state, field), new[field])
-    total = jnp.where(state.total_skipped == INT32_MAX, INT32_MAX, state.total_skipped + bad.astype(jnp.int32))
-    return state._replace(skipped=bad, total_skipped=total, **new)
+            new[field] = jnp.where(still, getattr(state, field), new[field])
+    total = state.total_skipped + skipped.astype(jnp.int32)
+    total = jnp.where(state.total_skipped == INT32_MAX, INT32_MAX, total)
+    return state._replace(skipped=skipped, total_skipped=total, **new)

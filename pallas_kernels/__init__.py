@@ -7,6 +7,7 @@ from pallas_kernels.dispatch import resolve_backend as resolve_backend
 from pallas_kernels.dispatch import supported_backends as supported_backends
 from pallas_kernels.elementwise import elementwise as elementwise
 from pallas_kernels.elementwise import runs_pieces as runs_pieces
+from pallas_kernels.elementwise_xla import rounded as rounded
 from pallas_kernels.nonfinite import zero_or_nan as zero_or_nan
 from pallas_kernels.pieces import Pieces as Pieces
 from pallas_kernels.pieces import arrays_of as arrays_of
@@ -18,3 +19,4 @@ from pallas_kernels.segment_sumsq import segment_sumsq as segment_sumsq
 from pallas_kernels.segment_sumsq import spread as spread
 from pallas_kernels.tiling import BLOCK as BLOCK
 from pallas_kernels.tiling import ROW as ROW
+from pallas_kernels.total_sumsq import total_sumsq as total_sumsq

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_BY_CAST = contextvars.ContextVar("by_cast", default=False)
+"""Whether the function of a compiled kernel is being traced."""
+
+
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` as `dtype` would hold it, in the dtype of `x`; for the functions that `elementwise` takes.
+
+    XLA drops a cast there and back, so there it is an operation of its own, which kernel languages do not have.
+    """
+    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+        return x
+    if _BY_CAST.get():
+        return x.astype(dtype).astype(x.dtype)
+    info = jnp.finfo(dtype)
+    normal = lax.reduce_precision(x, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if info.nexp == jnp.finfo(x.dtype).nexp:
+        return normal
+    # Below its normal numbers, which reduce_precision takes for zeros, float16 has multiples of a smallest one.
+    tiny, unit = np.asarray(info.tiny, x.dtype), np.asarray(info.smallest_subnormal, x.dtype)
+    multiple = lax.round(x * (1 / unit), lax.RoundingMethod.TO_NEAREST_EVEN) * unit
+    return jnp.where(jnp.abs(x) < tiny, multiple, normal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +55,16 @@ class Call:
     name: str
     interpret: bool = False
 
-    def outputs(self, s: tuple, updated: Sequence[jax.Array], read: Sequence[jax.Array]) -> list[jax.Array]:
+    def outputs(
+        self, s: tuple, updated: Sequence[jax.Array], read: Sequence[jax.Array], kernel: bool = True
+    ) -> list[jax.Array]:
         """`fn` on one block, its results cast to the dtypes they are stored in."""
         dtypes = [*(x.dtype for x in updated), *self.emit]
-        out = tuple(self.fn(s, *updated, *read))
+        token = _BY_CAST.set(kernel and not self.interpret)
+        try:
+            out = tuple(self.fn(s, *updated, *read))
+        finally:
+            _BY_CAST.reset(token)
         if len(out) != len(dtypes):
             raise ValueError(f"`fn` must return {len(dtypes)} arrays (updated + emit), got {len(out)}")
         shape = updated[0].shape if updated else read[0].shape
@@ -50,5 +81,5 @@ def elementwise_xla(call: Call, scalars, updated, read, row_scalars):
         s += tuple(jnp.broadcast_to(r[:, None], view) for r in row_scalars)
         updated, read = ([x.reshape(view) for x in xs] for xs in (updated, read))
     with jax.named_scope(call.name):
-        out = [y.reshape(shape) for y in call.outputs(s, updated, read)]
+        out = [y.reshape(shape) for y in call.outputs(s, updated, read, kernel=False)]
     return tuple(out[: len(updated)]), tuple(out[len(updated) :])

@@ -192,6 +192,13 @@ def lion_formula(w, g, slots, h, t, weight):
     return -h["lr"] * (d + h["wd"] * w), {"mu": h["b2"] * m + (1 - h["b2"]) * g}
 
 
+def lamb_formula(w, g, slots, h, t, weight):
+    d, slots = adam_formula(w, g, slots, {**h, "lr": -1.0}, t, weight)
+    norm_w, norm_d = (np.sqrt(np.sum(x * x)) for x in (w, d))
+    eta = norm_w / norm_d if norm_w > 0 and norm_d > 0 else 1.0
+    return -h["lr"] * eta * d, slots
+
+
 def lars_formula(w, g, slots, h, t, weight):
     b, lr, wd = h["momentum"], h["lr"], h["wd"]
     old = slots.get("mu", 0.0)
@@ -344,6 +351,14 @@ OPTIMIZERS: tuple[Case, ...] = (
         {**_LION, "wd": 0.05},
     ),
     Case("lars", _partial(fusedopt.lars, **_LARS), None, lars_formula, _LARS_ORACLE),
+    Case(
+        "lamb",
+        _partial(fusedopt.lamb, weight_decay=0.05, **_ADAM),
+        lambda lr: optax.lamb(lr, weight_decay=0.05, mask=mask, **_ADAM),
+        lamb_formula,
+        _ADAMW,
+        large_lr=0.1,
+    ),
     Case(
         "lars_nesterov",
         _partial(fusedopt.lars, nesterov=True, **_LARS),

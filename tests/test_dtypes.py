@@ -54,7 +54,10 @@ def test_r07_betas_near_one_are_not_those_of_bfloat16():
 
 @pytest.mark.parametrize("factory", [fusedopt.adam, fusedopt.adamw])
 def test_r17_eps_of_1e_8_is_not_zero_in_float16(factory):
-    params, tx = {"w": jnp.ones((1, 2), F16)}, factory(1e-3, **({} if factory is fusedopt.adam else {"weight_decay": 0.0}))
+    params, tx = (
+        {"w": jnp.ones((1, 2), F16)},
+        factory(1e-3, **({} if factory is fusedopt.adam else {"weight_decay": 0.0})),
+    )
     zeros, state = jax.tree.map(jnp.zeros_like, params), tx.init(params)
     for _ in range(3):
         updates, state = tx.update(zeros, state, params)
@@ -204,7 +207,9 @@ def test_r39_signatures_are_optaxs_with_ours_keyword_only_behind(name):
     ours, theirs = (inspect.signature(getattr(m, name)).parameters for m in (fusedopt, optax))
     differ = {"lars": {"weight_decay_mask": (None, True), "trust_ratio_mask": (None, True)}}.get(name, {})
     positional = [p for p in ours.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    assert [p.name for p in positional] == [p.name for p in theirs.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert [p.name for p in positional] == [
+        p.name for p in theirs.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY
+    ]
     for p in theirs.values():
         assert (ours[p.name].default, p.default) == differ.get(p.name, (p.default, p.default)), p.name
         assert ours[p.name].kind == p.kind
@@ -252,7 +257,10 @@ def test_r97_r115_mixed_trees(name):
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_apply_rounds_once_where_update_rounds_twice(dtype):
     """Both are within their roundings of float64; `apply` adds in float32, `apply_updates` in the leaf's dtype."""
-    params, grads = {"w": jnp.asarray(normal((9, 7), 1)).astype(dtype)}, {"w": jnp.asarray(normal((9, 7), 2)).astype(dtype)}
+    params, grads = (
+        {"w": jnp.asarray(normal((9, 7), 1)).astype(dtype)},
+        {"w": jnp.asarray(normal((9, 7), 2)).astype(dtype)},
+    )
     tx = case("momentum").make(0.1)
     exact = case("momentum").oracle(params, 0.1).step(grads)["w"]
     applied = tx.apply(grads, tx.init(params), params)[0]["w"]
@@ -363,8 +371,14 @@ def test_r27_optax_promotes():
 def test_r28_float64_parameters_meet_float64(name):
     c = case(name)
     with jax.enable_x64(True):
-        params = {"w": jnp.asarray(normal((9, 7), 1, dtype=np.float64)), "bias": jnp.asarray(normal((5,), 2, dtype=np.float64))}
-        grads = {"w": jnp.asarray(normal((9, 7), 3, dtype=np.float64)), "bias": jnp.asarray(normal((5,), 4, dtype=np.float64))}
+        params = {
+            "w": jnp.asarray(normal((9, 7), 1, dtype=np.float64)),
+            "bias": jnp.asarray(normal((5,), 2, dtype=np.float64)),
+        }
+        grads = {
+            "w": jnp.asarray(normal((9, 7), 3, dtype=np.float64)),
+            "bias": jnp.asarray(normal((5,), 4, dtype=np.float64)),
+        }
         tx = c.make(0.1)
         state, oracle, p = tx.init(params), c.oracle(params, 0.1), params
         for _ in range(5):

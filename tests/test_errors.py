@@ -32,7 +32,11 @@ def no_leaf(path, leaf):
             r"`groups`: 'h' matches no leaf; a path is .* such as \('l', 'bias'\)",
         ),
         (lambda: fusedopt.pack(P, packing="x"), TypeError, "`packing`: expected a Packing, got str"),
-        (lambda: fusedopt.chain("clip", fusedopt.sgd(0.1)), TypeError, "`chain`: expected optax transformations, got str"),
+        (
+            lambda: fusedopt.chain("clip", fusedopt.sgd(0.1)),
+            TypeError,
+            "`chain`: expected optax transformations, got str",
+        ),
         (
             lambda: fusedopt.sgd(0.1).hyperparams(optax.chain(fusedopt.sgd(0.1)).init(P)),
             ValueError,

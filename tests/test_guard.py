@@ -151,8 +151,17 @@ def test_r44_groups_skip_together_and_count_together():
 
 
 FLAGS = {
-    "two": 2.0, "true": True, "int": 1, "minus": -1, "nan": NAN, "uint8": np.uint8(3), "bool array": jnp.array(True),
-    "float16": jnp.float16(0.5), "bfloat16": jnp.bfloat16(2), "int32": jnp.int32(7), "tiny": jnp.float32(1e-30),
+    "two": 2.0,
+    "true": True,
+    "int": 1,
+    "minus": -1,
+    "nan": NAN,
+    "uint8": np.uint8(3),
+    "bool array": jnp.array(True),
+    "float16": jnp.float16(0.5),
+    "bfloat16": jnp.bfloat16(2),
+    "int32": jnp.int32(7),
+    "tiny": jnp.float32(1e-30),
 }
 
 
@@ -316,6 +325,7 @@ def test_r64_no_host_transfer_and_no_callback(name):
 @pytest.mark.parametrize("factory", ["adamw", "momentum", pytest.param("lars", marks=pytest.mark.slow)])
 def test_schedules_wait_for_a_skipped_step(factory):
     """The value used, and the one shown, is that of the finite steps."""
+
     def schedule(count):
         return 1.0 + count.astype(jnp.float32)
 

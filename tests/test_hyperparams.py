@@ -218,6 +218,7 @@ NUMBERS = {
     "adam": {"learning_rate": 0.1, "b1": 0.75, "b2": 0.875, "eps": 0.5, "eps_root": 0.25, "weight_decay": 0.5},
     "adamw": {"learning_rate": 0.1, "b1": 0.75, "b2": 0.875, "eps": 0.5, "eps_root": 0.25, "weight_decay": 0.5},
     "lion": {"learning_rate": 0.1, "b1": 0.75, "b2": 0.875, "weight_decay": 0.5},
+    "lamb": {"learning_rate": 0.1, "b1": 0.75, "b2": 0.875, "eps": 0.5, "eps_root": 0.25, "weight_decay": 0.5},
     "lars": {
         "learning_rate": 0.1,
         "weight_decay": 0.5,
@@ -340,10 +341,12 @@ def test_unknown_keywords_are_ignored_as_optax_asks():
 
 # ----------------------------------------------------------------------- inject_hyperparams
 
-FACTORIES = ("sgd", "adam", "adamw", "lion", "lars")
+FACTORIES = ("sgd", "adam", "adamw", "lion", "lars", "lamb")
 
 
-@pytest.mark.parametrize("name", ["sgd", "lars", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adam", "adamw", "lion"))])
+@pytest.mark.parametrize(
+    "name", ["sgd", "lars", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adam", "adamw", "lion", "lamb"))]
+)
 def test_R12_every_factory_works_in_inject_hyperparams_without_static_args(name):
     factory = getattr(fusedopt, name)
     plain = factory(0.1)
@@ -436,7 +439,7 @@ def test_a_mask_that_arrives_as_an_array_says_static_args(as_array):
         fusedopt.adamw(0.1, mask={"w": flag, "b": True}).init(PARAMS)
 
 
-@pytest.mark.parametrize("name", ["nesterov", "skip_nonfinite", "eps_inside"])
+@pytest.mark.parametrize("name", ["nesterov", "skip_nonfinite", "eps_inside", "master_weights", "accumulate"])
 def test_a_static_flag_that_arrives_as_an_array_says_static_args(name):
     with pytest.raises(TypeError, match=f"`{name}` is static.*static_args"):
         fusedopt.adamw(0.1, **{name: jnp.array(True)})
@@ -458,6 +461,11 @@ RANGES = [
     ("lion", "b1", [-0.1, 1.0]),
     ("lion", "b2", [-0.1, 1.0, np.nan]),
     ("lion", "weight_decay", [-1e-3]),
+    ("lamb", "b2", [-0.1, 1.0, np.nan]),
+    ("lamb", "eps", [-1e-8, np.nan]),
+    ("lamb", "max_trust_ratio", [-1.0, 0.0, np.nan]),
+    ("sgd", "clip_norm", [-1.0, np.nan]),
+    ("lion", "ema_decay", [-0.1, 1.0, np.nan]),
     ("lars", "learning_rate", [-1.0]),
     ("lars", "weight_decay", [-1.0]),
     ("lars", "trust_coefficient", [-1.0, np.nan]),

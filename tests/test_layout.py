@@ -161,7 +161,10 @@ def test_the_printed_table_has_a_line_for_every_leaf():
         "fc": {"kernel": jax.ShapeDtypeStruct((3, 5), jnp.float32), "bias": jax.ShapeDtypeStruct((5,), jnp.float32)}
     }
     lines = str(layout_of({**tree, "step": jnp.int32(0)})).splitlines()
-    assert lines.pop() == "2 leaves, 20 elements in 2 buckets, 2028 of padding (ends of buckets included), 1 leaves carried along"
+    assert (
+        lines.pop()
+        == "2 leaves, 20 elements in 2 buckets, 2028 of padding (ends of buckets included), 1 leaves carried along"
+    )
     assert [line.split() for line in lines] == [
         ["path", "region", "group", "bucket", "shape", "offset", "size", "padding"],
         ["fc/bias", "fc_bias", "bias", "bias.float32", "(5,)", "0", "5", "123"],

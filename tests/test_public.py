@@ -37,6 +37,7 @@ PUBLIC = [
     "adamw",
     "chain",
     "has_nan",
+    "lamb",
     "lars",
     "lion",
     "pack",
@@ -62,10 +63,14 @@ def test_public_names_are_documented(name):
                 assert value.__doc__ or member in ("num_leaves", "segments_of", "sizes_of"), f"{name}.{member}"
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lars", "lamb"])
 def test_every_argument_is_documented(name):
     factory = getattr(fusedopt, name)
-    text = inspect.getdoc(factory) + (inspect.getdoc(fusedopt.adamw) if name == "adam" else "")
+    text = (
+        inspect.getdoc(factory)
+        + inspect.getdoc(fusedopt.transforms)
+        + (inspect.getdoc(fusedopt.adamw) if name == "adam" else "")
+    )
     for argument in inspect.signature(factory).parameters:
         assert argument in text, argument
 
@@ -74,7 +79,7 @@ def test_every_argument_is_documented(name):
 OTHER_DEFAULTS = {("lars", "weight_decay_mask"): (True, None), ("lars", "trust_ratio_mask"): (True, None)}
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lars"])
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "lars", "lamb"])
 def test_signatures_begin_with_those_of_optax(name):
     ours = inspect.signature(getattr(fusedopt, name)).parameters
     theirs = inspect.signature(getattr(optax, name)).parameters
@@ -89,8 +94,10 @@ def test_signatures_begin_with_those_of_optax(name):
     for argument in list(ours)[len(positional) :]:
         assert ours[argument].kind is inspect.Parameter.KEYWORD_ONLY
     assert ours["skip_nonfinite"].default is True
-    for argument in ("packing", "backend"):
+    for argument in ("packing", "backend", "ema_decay", "clip_norm", "accumulate"):
         assert ours[argument].default is None
+    for argument, default in {"master_weights": False, "ema_debias": False}.items():
+        assert ours[argument].default == default
 
 
 def test_importing_fusedopt_pulls_in_no_optional_package():

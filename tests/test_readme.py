@@ -20,9 +20,7 @@ def test_python_blocks_run_as_printed():
     """All in one process, with JAX as a user has it: a block may use names of an earlier one."""
     code = "\n".join(blocks("python"))
     assert "fusedopt" in code
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -290,9 +290,7 @@ def test_r133_replicas_in_a_shard_map_stay_identical(name, check_vma):
         share = jax.tree.map(lambda g: g * (2.0 * jax.lax.axis_index("data").astype(jnp.float32) / 3), grads)
         return tx.apply(jax.lax.pmean(share, "data"), state, params)
 
-    run = jax.jit(
-        jax.shard_map(step, mesh=mesh_of(4), in_specs=replicated, out_specs=replicated, check_vma=check_vma)
-    )
+    run = jax.jit(jax.shard_map(step, mesh=mesh_of(4), in_specs=replicated, out_specs=replicated, check_vma=check_vma))
     got, new = run(params, state, grads)
     assert_close(got, tx.apply(grads, state, params)[0], ROUNDINGS)
     assert int(new.count) == 1

@@ -377,7 +377,9 @@ def test_r100_a_broadcastable_shape_is_an_error(shape, solo_from):
 def test_a_missing_and_an_extra_leaf_are_named():
     params = {"a": {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}}
     grads = {"a": {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}}
-    refuse(ValueError, fusedopt.sgd(LR), grads, params, "different structures", "`a/scale`", "`a/bias`", "grads", "params")
+    refuse(
+        ValueError, fusedopt.sgd(LR), grads, params, "different structures", "`a/scale`", "`a/bias`", "grads", "params"
+    )
 
 
 def test_trees_that_differ_only_in_their_containers_are_the_same():
@@ -393,7 +395,9 @@ def test_a_state_of_another_layout_is_refused(name):
     params = {"deep": {"w": jnp.ones((40, 40))}}
     tx = case(name).make(LR)
     other = tx.init({"deep": {"w": jnp.ones((10, 10))}})
-    refuse(ValueError, tx, params, params, "another layout", "deep/w", "got shape (1024,)", "expected (2048,)", state=other)
+    refuse(
+        ValueError, tx, params, params, "another layout", "deep/w", "got shape (1024,)", "expected (2048,)", state=other
+    )
     fewer = tx.init({"deep": {"w": jnp.ones((40, 40)), "b": jnp.ones(3)}})
     refuse(ValueError, tx, params, params, "another layout", "got 2 buffers", "expected 1", state=fewer)
 
@@ -440,7 +444,9 @@ def test_complex_and_integer_gradients_of_a_weight_are_refused():
 @pytest.mark.parametrize("leaf", ["text", object(), {1, 2}])
 def test_leaves_that_are_no_arrays_are_refused_by_name(leaf):
     for make in (fusedopt.adam(LR).init, fusedopt.pack):
-        with pytest.raises(TypeError, match=r"`params: a/x`: expected an array or a number, got " + type(leaf).__name__):
+        with pytest.raises(
+            TypeError, match=r"`params: a/x`: expected an array or a number, got " + type(leaf).__name__
+        ):
             make({"a": {"x": leaf}})
 
 

@@ -81,7 +81,9 @@ COMBINATORS = {
 OFTEN = ("chain with clipping", "MultiSteps", "apply_if_finite", "conditionally_transform", "masked", "partition")
 
 
-@pytest.mark.parametrize("combinator", [pytest.param(c, marks=[] if c in OFTEN else [pytest.mark.slow]) for c in COMBINATORS])
+@pytest.mark.parametrize(
+    "combinator", [pytest.param(c, marks=[] if c in OFTEN else [pytest.mark.slow]) for c in COMBINATORS]
+)
 def test_a_combinator_around_ours_is_that_around_optaxs(combinator):
     wrap = COMBINATORS[combinator]
     got, _ = run(wrap(adamw()))
@@ -232,7 +234,9 @@ def test_r06_injected_hyperparameters_with_bfloat16_parameters():
 CORE = ("sgd", "adamw")
 
 
-@pytest.mark.parametrize("name", [pytest.param(c.name, marks=[] if c.name in CORE else [pytest.mark.slow]) for c in OPTIMIZERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(c.name, marks=[] if c.name in CORE else [pytest.mark.slow]) for c in OPTIMIZERS]
+)
 def test_unknown_extra_arguments_are_ignored(name):
     tx, p = case(name).make(LR), params()
     state = tx.init(p)
@@ -421,3 +425,33 @@ def test_r87_a_mask_made_of_an_nnx_state():
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         optimizer.update(model, zeros)
         assert int(optimizer.opt_state.count[...]) == 1
+
+
+def test_our_chain_unscales_before_the_transformations_in_front():
+    p = {"w": jnp.zeros((1, 2)), "none": None}
+    g = {"w": jnp.full((1, 2), 300.0, jnp.float16), "none": None}
+    tx = fusedopt.chain(optax.clip(1.0), fusedopt.sgd(1.0))
+    u, state = jax.jit(tx.update)(g, tx.init(p), p, loss_scale=jnp.float32(1000.0))
+    np.testing.assert_allclose(u["w"], -0.3, rtol=2.5e-7)
+    for scale in (jnp.inf, jnp.nan):
+        new, state = jax.jit(tx.apply)(g, state, p, loss_scale=jnp.float32(scale))
+        assert state[1].skipped
+        np.testing.assert_array_equal(new["w"], 0.0)
+
+
+def test_R64_a_skipped_step_keeps_the_states_of_transformations_in_front():
+    p = {"w": jnp.zeros((1, 2))}
+    tx = fusedopt.chain(optax.trace(0.5), optax.add_noise(0.1, 0.5, 3), fusedopt.sgd(1.0))
+    step, state = jax.jit(tx.apply), tx.init(p)
+    with standard_promotion():
+        p, state = step({"w": jnp.ones((1, 2))}, state, p)
+    for g, extra in ((jnp.nan, {}), (1.0, {"has_nan": jnp.array(1)})):
+        with standard_promotion():
+            new, after = step({"w": jnp.full((1, 2), g)}, state, p, **extra)
+        assert after[-1].skipped
+        assert_equal(new, p)
+        assert_equal(jax.tree.map(_data, after[:-1]), jax.tree.map(_data, state[:-1]))
+
+
+def _data(x):
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

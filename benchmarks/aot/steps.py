@@ -22,6 +22,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "adamw eps_inside": lambda **k: fusedopt.adamw(1e-3, eps_inside=True, **k),
     "nadamw": lambda **k: fusedopt.adamw(1e-3, nesterov=True, **k),
     "lion": lambda **k: fusedopt.lion(1e-4, **k),
+    "lamb": lambda **k: fusedopt.lamb(1e-3, **k),
     "lars": lambda **k: fusedopt.lars(0.1, **k),
     "lars optax": lambda **k: fusedopt.lars(0.1, trust_ratio="optax", **k),
 }
@@ -45,7 +46,7 @@ class Step:
         if self.rule == "optax":
             return optax.adamw(1e-3, weight_decay=1e-4, mask=fusedopt.weight_mask)
         packing = self.packing
-        if self.backend == "mosaic" and self.rule.startswith("lars"):
+        if self.backend == "mosaic" and self.rule.startswith(("lars", "lamb")):
             packing = dataclasses.replace(packing, align=1024)  # its norms are those of whole blocks
         return RULES[self.rule](backend=self.backend, packing=packing, skip_nonfinite=self.guard)
 

@@ -68,7 +68,8 @@ class Adam(Rule):
             s["wd"] = h["weight_decay"]
         return s
 
-    def formula(self, s, g, w, m, v):
+    def direction(self, s, g, w, m, v):
+        """``(d, m, v)``: what the learning rate is multiplied with, and the new moments."""
         if w is not None and not self.decoupled:
             g = g + decay_term(s.wd, w)
         m = s.b1 * m + s.c1 * g
@@ -84,4 +85,8 @@ class Adam(Rule):
         d = jnp.where(denominator == 0, jnp.zeros_like(numerator), numerator / denominator)
         if w is not None and self.decoupled:
             d = d + decay_term(s.wd, w)
+        return d, m, v
+
+    def formula(self, s, g, w, m, v):
+        d, m, v = self.direction(s, g, w, m, v)
         return -s.lr * d, m, v

@@ -28,12 +28,14 @@ class Rule(abc.ABC):
 
     Class attributes:
       slots: names of the state's buffers, each shaped like the parameters.
+      measures: slots that `measured` reads, of a rule with a trust ratio.
       squares_gradient: the formula needs g*g, so |g| > 1.8446743e19 is as bad as an infinity.
       neutral: value of each scalar for which every slot keeps its bits when g = -0.0. That is
         how a step is skipped without a branch and without a copy: see `fusedopt.guard`.
     """
 
     slots: ClassVar[tuple[str, ...]] = ()
+    measures: ClassVar[tuple[str, ...]] = ()
     squares_gradient: ClassVar[bool] = False
     trust: ClassVar[bool] = False
     neutral: ClassVar[Mapping[str, float]] = {}

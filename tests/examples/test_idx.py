@@ -62,9 +62,7 @@ def test_bad_magic_number(tmp_path, data, got):
 def test_images_are_no_labels(tmp_path):
     path = tmp_path / "labels"
     path.write_bytes(IMAGES)
-    with pytest.raises(
-        idx.IdxError, match=message(path, "magic number", "0x00000803", "0x00000801")
-    ):
+    with pytest.raises(idx.IdxError, match=message(path, "magic number", "0x00000803", "0x00000801")):
         idx.read_labels(path)
 
 
@@ -104,9 +102,7 @@ def test_damaged_gzip(tmp_path):
 @pytest.mark.parametrize("mark", ["-", "."])
 @pytest.mark.parametrize(("end", "pack"), [("", bytes), (".gz", gzip.compress)])
 def test_file_names(tmp_path, mark, end, pack):
-    data = idx.read_mnist(
-        write_four(tmp_path, name=f"{{stem}}{mark}idx{{rank}}-ubyte{end}", pack=pack)
-    )
+    data = idx.read_mnist(write_four(tmp_path, name=f"{{stem}}{mark}idx{{rank}}-ubyte{end}", pack=pack))
     assert data.train_images.shape == data.test_images.shape == (2, 2, 3)
     assert data.train_labels.tolist() == data.test_labels.tolist() == [7, 3]
 
@@ -178,9 +174,7 @@ def test_digits_are_written_once_and_split_evenly(tmp_path):
     assert data.train_images.shape == (1437, 8, 8)
     assert data.test_images.shape == (360, 8, 8)
     assert data.train_images.max() == data.test_images.max() == 1
-    fractions = np.bincount(data.test_labels) / np.bincount(
-        np.concatenate([data.train_labels, data.test_labels])
-    )
+    fractions = np.bincount(data.test_labels) / np.bincount(np.concatenate([data.train_labels, data.test_labels]))
     np.testing.assert_allclose(fractions, 0.2, atol=0.005)
 
     assert idx.cached_digits(tmp_path) == folder
@@ -190,9 +184,7 @@ def test_digits_are_written_once_and_split_evenly(tmp_path):
     lost = next(iter(written))
     lost.unlink()
     idx.cached_digits(tmp_path)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == {
-        path: data for path, (_, data) in written.items()
-    }
+    assert {path: path.read_bytes() for path in folder.iterdir()} == {path: data for path, (_, data) in written.items()}
 
 
 def test_default_cache_folder(tmp_path, monkeypatch):

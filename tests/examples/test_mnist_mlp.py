@@ -56,9 +56,7 @@ def test_every_optimizer_trains_in_every_mode(digits, optimizer, mode):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lars-nesterov"])
 def test_the_modes_compute_the_same(digits, optimizer):
-    first, *others = (
-        train(digits, "--optimizer", optimizer, "--mode", mode, "--epochs", 1) for mode in MODES
-    )
+    first, *others = (train(digits, "--optimizer", optimizer, "--mode", mode, "--epochs", 1) for mode in MODES)
     for other in others:
         # One epoch: rounding differs between the modes, and training amplifies it.
         np.testing.assert_allclose(other[0].train_loss, first[0].train_loss, rtol=1e-4)

@@ -1,0 +1,163 @@
+"""The update of one bucket: the one place where a rule meets a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels
+from fusedopt.layout import Bucket, FlatLayout
+from fusedopt.optimizer import Optimizer
+from fusedopt.rules.base import NEGATIVE_ZERO
+
+FACTORS = ("unscale", "clip")
+"""Scalars that the gradients are multiplied with."""
+
+
+class Shared(NamedTuple):
+    """What the buckets of a step share.
+
+    Attributes:
+        opt, layout: whose buckets they are.
+        in_place: new parameters, not updates.
+        bad: a flag: leave everything as it is; None if no step is ever skipped.
+    """
+
+    opt: Optimizer
+    layout: FlatLayout
+    in_place: bool
+    bad: Any
+
+
+def update_bucket(
+    step: Shared,
+    bucket: Bucket,
+    scalars: tuple[tuple[str, ...], jax.Array],
+    eta: Any,
+    g: Any,
+    w: Any,
+    kept: Mapping[str, Any],
+) -> tuple[Any, dict[str, Any]]:
+    """``(new w or u, new buffers of the state)`` of one bucket, in one pass over it.
+
+    Args:
+      scalars: names and vector.
+      eta: trust ratios (segments,), or None.
+      g: the gradients; None: they are the accumulated ones, which are zero from then on.
+      w: the parameters, or None.
+      kept: the bucket's buffers of the state by name.
+    """
+    opt, layout, rule = step.opt, step.layout, step.opt.rule_of(bucket)
+    names, vector = scalars
+    if vector.dtype == jnp.float64 and bucket.dtype.itemsize < 8:  # float32 beside float64
+        vector = vector.astype(jnp.float32)
+        eta = None if eta is None else eta.astype(jnp.float32)
+    row_scalars: tuple = ()
+    if eta is not None:
+        names = (*names, "eta")
+        if step.bad is not None:
+            eta = jnp.where(step.bad, jnp.zeros_like(eta), eta)
+        if bucket.solo:
+            vector = jnp.append(vector, eta)
+        else:
+            row_scalars = (pallas_kernels.spread(eta, layout.sizes_of(bucket), layout.align, bucket.size),)
+    masters, averages = "master" in kept, "ema" in kept
+    reads_w = step.in_place or averages or masters or bucket.decays or bucket.trust
+    updated, read = dict(kept), {}
+    if step.in_place:
+        updated = {"w": w, **kept}
+    elif reads_w:
+        read["w"] = w
+    if g is not None:
+        read["g"] = g
+    # Only so that the rounded master is exactly where the parameter ends: p + u has the dtype of p anyway.
+    emit = () if step.in_place else (vector.dtype if masters else bucket.dtype,)
+    new, emitted = pallas_kernels.elementwise(
+        _body(rule, names, vector.dtype, bucket, (*updated, *read), tuple(updated)),
+        vector,
+        tuple(updated.values()),
+        tuple(read.values()),
+        emit=emit,
+        row_scalars=row_scalars,
+        row=layout.align,
+        early_exit=step.bad is not None,
+        backend=backend_of(opt, bucket),
+        name=f"fusedopt_{type(rule).__name__.lower()}_{bucket.group}",
+    )
+    result = dict(zip(updated, new, strict=True))
+    return (result.pop("w") if step.in_place else emitted[0]), result
+
+
+def backend_of(opt: Optimizer, bucket: Bucket) -> str | None:
+    # One leaf alone: XLA's kernel of it is as good as ours, compiles faster, and takes along what made the
+    # gradient (a cast, an unscale), which a kernel of ours would wait for.
+    return "xla" if opt.backend is None and bucket.solo else opt.backend
+
+
+def _body(rule, names, dtype, bucket: Bucket, inputs: tuple[str, ...], updated: tuple[str, ...]):
+    """The elementwise function of a bucket: unscale, guard, the rule's formula, the sum, and what follows the sum.
+
+    Args:
+      names: of the scalars.
+      inputs: of the blocks that it takes; `updated`: of those that it returns, an update behind them if ``w`` is none.
+    """
+
+    def body(values, *blocks):
+        s = SimpleNamespace(**dict(zip(names, values, strict=True)))
+        old = {name: x.astype(dtype) for name, x in zip(inputs, blocks, strict=True)}
+        g = old["g"] if "g" in old else old["accumulated"]
+        bad = s.bad != 0 if "bad" in names else None
+        for factor in FACTORS:
+            if factor in names:
+                g = g * getattr(s, factor)
+        if bad is not None:
+            g = jnp.where(bad, NEGATIVE_ZERO.astype(dtype), g)
+        truth = old.get("master", old.get("w"))  # the parameter with all its digits
+        slots = [old[slot] for slot in rule.slots]
+        u, *slots = rule.formula(s, g, truth if bucket.decays else None, *slots)
+        new = dict(zip(rule.slots, slots, strict=True))
+        unguarded = {}
+        if truth is not None:
+            unguarded["w"] = unguarded["master"] = truth + u
+        if "ema" in old:
+            w = unguarded["w"] if "master" in old else pallas_kernels.rounded(unguarded["w"], bucket.dtype)
+            # Not d*ema + (1-d)*w: if d and 1-d do not add up to 1 in float32, that is off by 3e-4 at d = 0.9999.
+            unguarded["ema"] = old["ema"] + s.ema_rate * (w - old["ema"])
+        if "accumulated" in old:
+            unguarded["accumulated"] = jnp.zeros_like(g)
+        for name in updated:
+            if name not in new:
+                new[name] = unguarded[name] if bad is None else jnp.where(bad, old[name], unguarded[name])
+        out = [new[name] for name in updated]
+        if "w" not in updated:
+            if "master" in old:
+                u = pallas_kernels.rounded(unguarded["master"], bucket.dtype) - old["w"]
+            out.append(u if bad is None else jnp.where(bad, jnp.zeros_like(u), u))
+        return out
+
+    return body
+
+
+def accumulate(step: Shared, bucket: Bucket, scalars: jax.Array, g: Any, total: jax.Array) -> jax.Array:
+    """``total + scalars[1] * g``, the buffer itself if ``scalars[0]``, a flag, is not 0."""
+    dtype = total.dtype
+
+    def body(s, total, g):
+        new = total + s[1].astype(dtype) * g.astype(dtype)
+        return (new if step.bad is None else jnp.where(s[0] != 0, total, new),)
+
+    (total,), _ = pallas_kernels.elementwise(
+        body,
+        scalars,
+        (total,),
+        (g,),
+        row=step.layout.align,
+        early_exit=step.bad is not None,
+        backend=backend_of(step.opt, bucket),
+        name=f"fusedopt_accumulate_{bucket.group}",
+    )
+    return total

@@ -1,0 +1,94 @@
+"""What a state holds, bucket by bucket, and how to tell one that belongs to other parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fusedopt.layout import Bucket, FlatLayout, Segment
+from fusedopt.paths import show
+
+if TYPE_CHECKING:
+    from fusedopt.optimizer import Optimizer
+
+
+class FusedState(NamedTuple):
+    """State of a fusedopt optimizer: arrays only, so that every checkpoint library takes it.
+
+    Slots are tuples with one buffer for each bucket that is not frozen, in layout order; fields
+    that an optimizer does not use are ``()``.
+    """
+
+    count: Any  # int32 []: finite steps taken
+    mu: Any = ()  # first moment or velocity
+    nu: Any = ()  # second moment
+    ema: Any = ()  # average of the parameters, float32 or wider
+    master: Any = ()  # float32 copies of the buckets of lower precision, and of these only
+    accumulated: Any = ()  # gradients of a step so far, float32 or wider
+    hyperparams: Any = ()  # float32 [k] (float64 with float64 parameters); decays b as 1 - b
+    skipped: Any = ()  # bool []: the last step was skipped
+    total_skipped: Any = ()  # int32 []
+    trust_ratios: Any = ()  # float32 [segments with a trust ratio], of the last step
+    grad_norm: Any = ()  # float32 []: norm of the last step's gradients, unscaled, before clipping
+    micro_step: Any = ()  # int32 []: gradients in `accumulated`
+
+
+def live_buckets(layout: FlatLayout) -> list[Bucket]:
+    """The buckets that have slots, in the order of the slots."""
+    return [b for b in layout.buckets if not b.frozen]
+
+
+def trusted(layout: FlatLayout) -> list[Segment]:
+    """The segments that have a trust ratio, in the order of `FusedState.trust_ratios`."""
+    return [s for b in live_buckets(layout) if b.trust for s in layout.segments_of(b)]
+
+
+def buffers_of(opt: Optimizer, state: FusedState, layout: FlatLayout) -> dict[Bucket, dict[str, Any]]:
+    """The state's buffers by bucket and by name."""
+    rest = {name: iter(getattr(state, name)) for name in opt.buffer_names}
+    return {b: {name: next(rest[name]) for name in opt.kept(b)} for b in live_buckets(layout)}
+
+
+def fields_of(opt: Optimizer, buffers: dict[Bucket, dict[str, Any]]) -> dict[str, tuple]:
+    """The fields of a state, from its buffers by bucket and by name."""
+    return {name: tuple(b[name] for b in buffers.values() if name in b) for name in opt.buffer_names}
+
+
+def check_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> None:
+    """Raises ValueError if the buffers were laid out for other parameters, naming the leaf."""
+    if not isinstance(state, FusedState):
+        raise ValueError(
+            f"`state`: expected the FusedState of this optimizer's init, got {type(state).__name__} "
+            "(restore a checkpoint into the structure of `tx.init(params)`)"
+        )
+    for name in opt.buffer_names:
+        buffers, holders = getattr(state, name), [b for b in live_buckets(layout) if name in opt.kept(b)]
+        if len(buffers) != len(holders):
+            names = ", ".join(b.name for b in holders[:4]) + (", ..." if len(holders) > 4 else "")
+            message = (
+                f"`state.{name}` is of another layout: got {len(buffers)} buffers, expected {len(holders)} for these "
+                f"parameters ({names})"
+            )
+            if not buffers and name not in opt.rule.slots:
+                message += (
+                    f"; a state of an optimizer without them gets them by state._replace({name}=tx.init(params).{name})"
+                )
+            raise ValueError(message)
+        for b, buffer in zip(holders, buffers, strict=True):
+            if jnp.shape(buffer) != b.shape:
+                raise ValueError(
+                    f"`state.{name}` is of another layout: bucket `{b.name}` with leaf "
+                    f"`{show(layout.segments_of(b)[0].path)}`: got shape {jnp.shape(buffer)}, expected {b.shape}"
+                )
+    count = len(trusted(layout)) if opt.rule.trust else 0
+    if opt.rule.trust and jnp.shape(state.trust_ratios) != (count,):
+        raise ValueError(
+            f"`state.trust_ratios` is of another layout: got shape {jnp.shape(state.trust_ratios)}, expected {(count,)}"
+        )
+
+
+def signature(state: FusedState) -> tuple:
+    """By which the parameters of a state are recognised, where only the state is given."""
+    return tuple(jnp.shape(x) for x in jax.tree.leaves(state))
