@@ -73,13 +73,10 @@ class Call:
 
 
 def elementwise_xla(call: Call, scalars, updated, read, row_scalars):
-    """`fn` on whole arrays. They keep their shape: raveling them here would break aliasing in XLA."""
+    """`fn` on whole arrays. They keep their shape: reshaping them here would break aliasing in XLA."""
     shape = (updated or read)[0].shape
     s = tuple(scalars[i] for i in range(scalars.size))
-    if row_scalars:
-        view = (shape[0] // call.row, call.row)
-        s += tuple(jnp.broadcast_to(r[:, None], view) for r in row_scalars)
-        updated, read = ([x.reshape(view) for x in xs] for xs in (updated, read))
+    s += tuple(jnp.broadcast_to(r[:, None], (r.size, call.row)).reshape(shape) for r in row_scalars)
     with jax.named_scope(call.name):
-        out = [y.reshape(shape) for y in call.outputs(s, updated, read, kernel=False)]
+        out = call.outputs(s, updated, read, kernel=False)
     return tuple(out[: len(updated)]), tuple(out[len(updated) :])
