@@ -32,10 +32,19 @@ FLATTEN_UP_TO = 1000
 Build = Callable[[], Any]
 
 
-def ours(rule: str, guard: bool) -> fusedopt.FusedTransformation:
+CLIP_NORM, EMA_DECAY = 1.0, 0.999
+
+
+def ours(
+    rule: str, guard: bool, packing: fusedopt.Packing | None = None, parts: bool = False
+) -> fusedopt.FusedTransformation:
+    """`parts`: with clipping and an average of the parameters."""
+    if parts:
+        options = {"clip_norm": CLIP_NORM, "ema_decay": EMA_DECAY}
+        return fusedopt.adamw(LR, weight_decay=DECAY, skip_nonfinite=guard, packing=packing, **options)
     if rule == "lars":  # in optax's form, so that both compute the same
-        return fusedopt.lars(LR, DECAY, trust_ratio="optax", skip_nonfinite=guard)
-    return fusedopt.adamw(LR, weight_decay=DECAY, skip_nonfinite=guard)
+        return fusedopt.lars(LR, DECAY, trust_ratio="optax", skip_nonfinite=guard, packing=packing)
+    return fusedopt.adamw(LR, weight_decay=DECAY, skip_nonfinite=guard, packing=packing)
 
 
 def theirs(rule: str) -> optax.GradientTransformation:
@@ -78,6 +87,45 @@ def flat_program(tree: Tree, tx: fusedopt.FusedTransformation) -> Program:
 
     params = tree.packed_params(tx)
     return Program(step, (params, tx.init(params)), (tree.packed_grads(tx),), lambda held: held[0].tree)
+
+
+def parts_program(tree: Tree) -> Program:
+    """Of what optax has for it: clipping, AdamW, skipped steps, and an average behind them."""
+    clipped = optax.chain(optax.clip_by_global_norm(CLIP_NORM), theirs("adamw"))
+    tx = optax.apply_if_finite(clipped, 5)
+
+    def step(params, state, average, grads):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, optax.incremental_update(params, average, 1 - EMA_DECAY)
+
+    params = tree.device_params()
+    with relaxed():
+        state = jax.tree.map(jnp.copy, tx.init(params))
+    return Program(step, (params, state, tree.device_params()), (tree.device_grads,))
+
+
+def parts_builders(tree: Tree) -> dict[str, Build]:
+    """A step that is clipped, guarded and averaged: optax's parts, then ours."""
+    tx = ours("adamw", guard=True, parts=True)
+    return {
+        "optax": lambda: parts_program(tree),
+        "flat": lambda: flat_program(tree, tx),
+        "apply": lambda: apply_program(tree, tx),
+    }
+
+
+SOLO_FROM = (1, 4096, 16384, 65536, 262144, None)
+
+
+def packing_builders(tree: Tree) -> dict[str, Build]:
+    """AdamW with other limits between packed leaves and those that stay alone; the baseline is optax."""
+    builds: dict[str, Build] = {"optax": lambda: tree_program(tree, theirs("adamw"))}
+    for solo_from in SOLO_FROM:
+        tx = ours("adamw", False, fusedopt.Packing(solo_from=solo_from))
+        builds[f"flat {solo_from}"] = functools.partial(flat_program, tree, tx)
+        builds[f"apply {solo_from}"] = functools.partial(apply_program, tree, tx)
+    return builds
 
 
 def builders(

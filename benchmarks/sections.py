@@ -13,28 +13,34 @@ from benchmarks.programs import OUTLIERS
 ABOUT = {
     "step": "one AdamW step, the gradients given, without a look for NaN",
     "guarded": "one AdamW step that is skipped if a gradient is not finite, beside optax with and without such a guard",
+    "parts": "one AdamW step that is clipped, skipped if not finite, and averaged, beside the same of optax's parts",
     "lars": "one LARS step in optax's form, without a look for NaN",
     "train": "forward, backward and AdamW in one jitted function, and how long that takes to build",
     "dispatch": "until the call of an AdamW step returns",
     "growth": "an AdamW step of leaves of 1,000 elements",
+    "packing": "one AdamW step with other `Packing(solo_from=...)` than the default 16384",
 }
 SECTIONS = tuple(ABOUT)
 
 FULL = {
     "step": cases.STEP,
     "guarded": cases.STEP,
+    "parts": ("tiny_300", "convs_120", "mixed", "large_10"),
     "lars": cases.LARS,
     "train": tuple(train_models.PROBLEMS),
     "dispatch": (2000,),
     "growth": (10, 30, 100, 300, 1000, 3000, 5000),
+    "packing": ("mixed", "lora_7b", "resnet50", "efficientnet_b0", "large_10"),
 }
 QUICK = {
     "step": ("rl_mlp", "mlp_mnist"),
     "guarded": ("rl_mlp",),
+    "parts": ("rl_mlp",),
     "lars": ("rl_mlp",),
     "train": ("actor_critic",),
     "dispatch": (20,),
     "growth": (10, 30),
+    "packing": ("rl_mlp",),
 }
 QUICK_SECTIONS = ("step", "guarded", "train", "dispatch")
 """What each section measures of its own accord: trees, networks, or numbers of leaves."""
@@ -118,6 +124,22 @@ def lars(name: str, setup: Setup) -> list[Row]:
     return _tree("lars", name, setup, "lars", ("optax", "flat", "apply"))
 
 
+def _own_builders(section: str, build: Callable[[cases.Tree], dict], name: str, setup: Setup) -> list[Row]:
+    tree = cases.Tree(cases.shapes(name))
+    labels = {"section": section, "case": name, "leaves": tree.leaves, "parameters": tree.parameters}
+    comparison = Comparison(labels, build(tree))
+    comparison.prepare(setup)
+    return comparison.measure(setup)
+
+
+def parts(name: str, setup: Setup) -> list[Row]:
+    return _own_builders("parts", peers.parts_builders, name, setup)
+
+
+def packing(name: str, setup: Setup) -> list[Row]:
+    return _own_builders("packing", peers.packing_builders, name, setup)
+
+
 def train(name: str, setup: Setup) -> list[Row]:
     job = train_models.Train(train_models.PROBLEMS[name]())
     labels = {"section": "train", "case": name, "leaves": job.leaves, "parameters": job.parameters}
@@ -131,4 +153,4 @@ def _program(job: train_models.Train, mode: str):
     return lambda: job.program(mode)
 
 
-MEASURES = {"step": step, "guarded": guarded, "lars": lars, "train": train}
+MEASURES = {"step": step, "guarded": guarded, "parts": parts, "lars": lars, "packing": packing, "train": train}

@@ -47,7 +47,7 @@ def update_bucket(
     Args:
       scalars: names and vector.
       eta: trust ratios (segments,), or None.
-      g: the gradients; None: they are the accumulated ones, which are zero from then on.
+      g: the gradients.
       w: the parameters, or None.
       kept: the bucket's buffers of the state by name.
     """
@@ -72,8 +72,7 @@ def update_bucket(
         updated = {"w": w, **kept}
     elif reads_w:
         read["w"] = w
-    if g is not None:
-        read["g"] = g
+    read["g"] = g
     # Only so that the rounded master is exactly where the parameter ends: p + u has the dtype of p anyway.
     emit = () if step.in_place else (vector.dtype if masters else bucket.dtype,)
     new, emitted = pallas_kernels.elementwise(
@@ -109,7 +108,7 @@ def _body(rule, names, dtype, bucket: Bucket, inputs: tuple[str, ...], updated: 
     def body(values, *blocks):
         s = SimpleNamespace(**dict(zip(names, values, strict=True)))
         old = {name: x.astype(dtype) for name, x in zip(inputs, blocks, strict=True)}
-        g = old["g"] if "g" in old else old["accumulated"]
+        g = old["g"]
         bad = s.bad != 0 if "bad" in names else None
         for factor in FACTORS:
             if factor in names:
@@ -120,22 +119,26 @@ def _body(rule, names, dtype, bucket: Bucket, inputs: tuple[str, ...], updated: 
         slots = [old[slot] for slot in rule.slots]
         u, *slots = rule.formula(s, g, truth if bucket.decays else None, *slots)
         new = dict(zip(rule.slots, slots, strict=True))
-        unguarded = {}
-        if truth is not None:
-            unguarded["w"] = unguarded["master"] = truth + u
+
+        def guarded(name, value):
+            return value if bad is None else jnp.where(bad, old[name], value)
+
+        # What follows the parameter is made from what is written, guard and all: from anything else XLA would make a
+        # kernel that reads the old parameter beside the one that overwrites it, and copy it first.
+        if "master" in old:
+            new["master"] = after = guarded("master", old["master"] + u)
+            if "w" in old:
+                new["w"] = guarded("w", after)
+        elif "w" in old:
+            new["w"] = guarded("w", old["w"] + u)
+            after = pallas_kernels.rounded(new["w"], bucket.dtype)
         if "ema" in old:
-            w = unguarded["w"] if "master" in old else pallas_kernels.rounded(unguarded["w"], bucket.dtype)
             # Not d*ema + (1-d)*w: if d and 1-d do not add up to 1 in float32, that is off by 3e-4 at d = 0.9999.
-            unguarded["ema"] = old["ema"] + s.ema_rate * (w - old["ema"])
-        if "accumulated" in old:
-            unguarded["accumulated"] = jnp.zeros_like(g)
-        for name in updated:
-            if name not in new:
-                new[name] = unguarded[name] if bad is None else jnp.where(bad, old[name], unguarded[name])
+            new["ema"] = guarded("ema", old["ema"] + s.ema_rate * (after - old["ema"]))
         out = [new[name] for name in updated]
         if "w" not in updated:
             if "master" in old:
-                u = pallas_kernels.rounded(unguarded["master"], bucket.dtype) - old["w"]
+                u = pallas_kernels.rounded(after, bucket.dtype) - old["w"]
             out.append(u if bad is None else jnp.where(bad, jnp.zeros_like(u), u))
         return out
 
@@ -143,13 +146,20 @@ def _body(rule, names, dtype, bucket: Bucket, inputs: tuple[str, ...], updated: 
 
 
 def accumulate(step: Shared, bucket: Bucket, scalars: jax.Array, g: Any, total: jax.Array) -> jax.Array:
-    """``total + scalars[1] * g``, the buffer itself if ``scalars[0]``, a flag, is not 0."""
+    """``total + share*g``, or only ``share*g`` if it is the first.
+
+    Args:
+      scalars: a flag, not 0 to leave `total` as it is; a flag, not 0 for the first; the share.
+    """
     dtype = total.dtype
 
     def body(s, total, g):
-        new = total + s[1].astype(dtype) * g.astype(dtype)
+        new = jnp.where(s[1] != 0, jnp.zeros_like(total), total) + s[2].astype(dtype) * g.astype(dtype)
         return (new if step.bad is None else jnp.where(s[0] != 0, total, new),)
 
+    if isinstance(g, pallas_kernels.Pieces) and g.absent:  # a place that is left alone would keep what it had before
+        zeros = map(jnp.zeros, g.shapes, [g.dtype] * len(g.shapes))
+        g = g.replaced(z if x is None else x for x, z in zip(g.arrays, zeros, strict=True))
     (total,), _ = pallas_kernels.elementwise(
         body,
         scalars,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,8 +77,14 @@ def rule_scalars(opt: Optimizer, layout: FlatLayout, values: Mapping[str, Any], 
     return _barred(found) if opt.rule.measures else found
 
 
-def guarded(scalars: Scalars, factors: Mapping[str, jax.Array], bad: jax.Array | None) -> Scalars:
-    """The scalars that a step works with: neutral if it is bad, with the flag and the gradients' factors in front."""
+def guarded(
+    scalars: Scalars, factors: Mapping[str, jax.Array], bad: jax.Array | None, norms: Sequence[jax.Array] = ()
+) -> Scalars:
+    """The scalars that a step works with: neutral if it is bad, with the flag and the gradients' factors in front.
+
+    They depend on `norms`, so that what is overwritten with them has been measured before: where XLA could do the one
+    beside the other, it copies what both need.
+    """
     new = {}
     for key, (names, vector) in scalars.items():
         dtype, head = vector.dtype, {}
@@ -93,6 +99,9 @@ def guarded(scalars: Scalars, factors: Mapping[str, jax.Array], bad: jax.Array |
         head |= factors
         if head:
             vector = jnp.concatenate([jnp.stack(list(head.values())), vector])
+        if norms:
+            below = sum(map(jnp.sum, norms)) < 0  # never, but XLA does not know; a NaN is not either
+            vector = jnp.where(below, jnp.zeros_like(vector), vector)
         new[key] = (*head, *names), vector
     return _barred(new)
 

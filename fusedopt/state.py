@@ -26,7 +26,7 @@ class FusedState(NamedTuple):
     nu: Any = ()  # second moment
     ema: Any = ()  # average of the parameters, float32 or wider
     master: Any = ()  # float32 copies of the buckets of lower precision, and of these only
-    accumulated: Any = ()  # gradients of a step so far, float32 or wider
+    accumulated: Any = ()  # gradients of a step so far, float32 or wider; the last step's if none
     hyperparams: Any = ()  # float32 [k] (float64 with float64 parameters); decays b as 1 - b
     skipped: Any = ()  # bool []: the last step was skipped
     total_skipped: Any = ()  # int32 []

@@ -57,9 +57,7 @@ def step(
         if opt.skip_nonfinite:
             flags.append(any_nan(measure.nonfinite(opt, layout, gradients, unscale, squared=squared)))
         bad = _any(flags)
-        own = _accumulate(opt, layout, gradients, kept, absent, unscale, bad, dtype)
-        for b, total in own.items():
-            kept[b]["accumulated"] = gradients[b] = total
+        gradients |= _accumulate(opt, layout, gradients, state, kept, unscale, bad, dtype)
         unscale, absent = None, set()
         micro_step = state.micro_step + np.int32(1)
         flags = [micro_step < opt.accumulate] + ([] if bad is None else [bad])
@@ -93,15 +91,16 @@ def step(
         )
         for b in norms
     }
-    scalars = guarded(scalars, factors, still)
+    scalars = guarded(scalars, factors, still, list(norms.values()) if opt.rule.measures else ())
     shared, new = Shared(opt, layout, in_place, still), []
     for b, w in zip(layout.buckets, g.buckets if p is None else p.buckets, strict=True):
         w = None if p is None else w
         if b.frozen or b in absent:  # no gradient is not a zero gradient: nothing changes
             new.append(w if in_place else None if b.frozen else _no_update(gradients[b], b))
             continue
-        grad = None if opt.accumulate > 1 else gradients[b]
-        result, kept[b] = update_bucket(shared, b, scalars[scalars_key(opt, b)], ratios.get(b), grad, w, kept[b])
+        own = {name: x for name, x in kept[b].items() if name != "accumulated"}
+        result, new_own = update_bucket(shared, b, scalars[scalars_key(opt, b)], ratios.get(b), gradients[b], w, own)
+        kept[b] |= new_own
         like = leaves_of[b]
         if isinstance(like, pallas_kernels.Pieces) and not isinstance(result, pallas_kernels.Pieces):
             result = like.replaced(like.split(result), result.dtype)
@@ -126,16 +125,18 @@ def _any(flags: Sequence[jax.Array]) -> jax.Array | None:
     return found
 
 
-def _accumulate(opt, layout, gradients, kept, absent, unscale, bad, dtype) -> dict[Bucket, jax.Array]:
-    """The accumulated gradients, with their share of these ones added unless they are bad."""
+def _accumulate(opt, layout, gradients, state, kept, unscale, bad, dtype) -> dict[Bucket, jax.Array]:
+    """The accumulated gradients, with their share of these ones added unless they are bad; put in `kept` too.
+
+    The sum of a step is left to the next one to begin anew from: writing zeros there would be one more pass.
+    """
     share = jnp.full((), 1 / opt.accumulate, dtype) * (jnp.ones((), dtype) if unscale is None else unscale)
     flag = jnp.zeros((), dtype) if bad is None else bad.astype(dtype)
-    scalars = jnp.stack([flag, share])
-    shared = Shared(opt, layout, True, bad)
-    return {
-        b: x["accumulated"] if b in absent else accumulate(shared, b, scalars, gradients[b], x["accumulated"])
-        for b, x in kept.items()
-    }
+    scalars = jnp.stack([flag, (state.micro_step == 0).astype(dtype), share])
+    shared, new = Shared(opt, layout, True, bad), {}
+    for b, own in kept.items():
+        new[b] = own["accumulated"] = accumulate(shared, b, scalars, gradients[b], own["accumulated"])
+    return new
 
 
 def _no_update(g: Any, bucket: Bucket) -> Any:

@@ -45,7 +45,6 @@ def train(dtype, tx, scale=None):
     """Test accuracy in percent, the last state and the last loss scale, after `EPOCHS` epochs."""
     (images, labels), (test_images, test_labels) = digits()
     model = Cnn(dtype)
-    params = model.init(jax.random.key(0), images[:1])
 
     def loss_fn(params, x, y):
         logits = model.apply(params, x).astype(jnp.float32)
@@ -63,6 +62,7 @@ def train(dtype, tx, scale=None):
     rng, steps = np.random.default_rng(1), len(labels) // BATCH
     order = np.concatenate([rng.permutation(len(labels))[: steps * BATCH] for _ in range(EPOCHS)]).reshape(-1, BATCH)
     with standard_promotion(), jax.numpy_rank_promotion("allow"):
+        params = model.init(jax.random.key(0), images[:1])
         run = jax.jit(lambda carry: jax.lax.scan(step, carry, (images[order], labels[order]))[0])
         params, state, scale = run((params, tx.init(params), scale))
         predicted = np.argmax(model.apply(params, test_images), axis=1)
@@ -92,10 +92,10 @@ def test_bfloat16_with_master_weights_reaches_float32():
     assert state.total_skipped == 0
 
 
-def test_bfloat16_without_master_weights_stands_still_at_a_small_learning_rate():
-    """A weight of 0.1 has neighbours 5e-4 away: steps of 2e-5 round back to it. With masters they add up."""
-    with_masters, _, _ = train(jnp.bfloat16, fusedopt.adamw(2e-5, master_weights=True))
-    without, _, _ = train(jnp.bfloat16, fusedopt.adamw(2e-5))
-    float32, _, _ = train(jnp.float32, fusedopt.adamw(2e-5))
-    assert abs(with_masters - float32) < 5
-    assert without < with_masters - 10
+def test_bfloat16_without_master_weights_hardly_learns_at_a_small_learning_rate():
+    """A weight of 0.1 has neighbours 5e-4 away: steps of 1e-4 round back to it. With masters they add up."""
+    float32, _, _ = train(jnp.float32, fusedopt.adamw(1e-4))
+    with_masters, _, _ = train(jnp.bfloat16, fusedopt.adamw(1e-4, master_weights=True))
+    without, _, _ = train(jnp.bfloat16, fusedopt.adamw(1e-4))
+    assert with_masters >= float32 - 5
+    assert without < with_masters - 25
