@@ -36,7 +36,7 @@ class Shared(NamedTuple):
 def update_bucket(
     step: Shared,
     bucket: Bucket,
-    scalars: tuple[tuple[str, ...], jax.Array],
+    scalars: tuple[tuple[str, ...], jax.Array, tuple[jax.Array, ...]],
     eta: Any,
     g: Any,
     w: Any,
@@ -45,16 +45,17 @@ def update_bucket(
     """``(new w or u, new buffers of the state)`` of one bucket, in one pass over it.
 
     Args:
-      scalars: names and vector.
+      scalars: names and vector; the numbers of the vector.
       eta: trust ratios (segments,), or None.
       g: the gradients.
       w: the parameters, or None.
       kept: the bucket's buffers of the state by name.
     """
     opt, layout, rule = step.opt, step.layout, step.opt.rule_of(bucket)
-    names, vector = scalars
+    names, vector, numbers = scalars
+    backend = backend_of(opt, bucket)
     if vector.dtype == jnp.float64 and bucket.dtype.itemsize < 8:  # float32 beside float64
-        vector = vector.astype(jnp.float32)
+        vector, numbers = vector.astype(jnp.float32), tuple(x.astype(jnp.float32) for x in numbers)
         eta = None if eta is None else eta.astype(jnp.float32)
     row_scalars: tuple = ()
     if eta is not None:
@@ -62,7 +63,7 @@ def update_bucket(
         if step.bad is not None:
             eta = jnp.where(step.bad, jnp.zeros_like(eta), eta)
         if bucket.solo:
-            vector = jnp.append(vector, eta)
+            vector, numbers = jnp.append(vector, eta), (*numbers, eta.reshape(()))
         else:
             row_scalars = (pallas_kernels.spread(eta, layout.sizes_of(bucket), layout.align, bucket.size),)
     masters, averages = "master" in kept, "ema" in kept
@@ -77,14 +78,14 @@ def update_bucket(
     emit = () if step.in_place else (vector.dtype if masters else bucket.dtype,)
     new, emitted = pallas_kernels.elementwise(
         _body(rule, names, vector.dtype, bucket, (*updated, *read), tuple(updated)),
-        vector,
+        numbers if backend == "xla" else vector,
         tuple(updated.values()),
         tuple(read.values()),
         emit=emit,
         row_scalars=row_scalars,
         row=layout.align,
         early_exit=step.bad is not None,
-        backend=backend_of(opt, bucket),
+        backend=backend,
         name=f"fusedopt_{type(rule).__name__.lower()}_{bucket.group}",
     )
     result = dict(zip(updated, new, strict=True))

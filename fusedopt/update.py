@@ -92,6 +92,8 @@ def step(
         for b in norms
     }
     scalars = guarded(scalars, factors, still, list(norms.values()) if opt.rule.measures else ())
+    # Taken apart once, not for each of hundreds of leaves.
+    taken = {key: (names, v, tuple(v[i] for i in range(v.size))) for key, (names, v) in scalars.items()}
     shared, new = Shared(opt, layout, in_place, still), []
     for b, w in zip(layout.buckets, g.buckets if p is None else p.buckets, strict=True):
         w = None if p is None else w
@@ -99,7 +101,7 @@ def step(
             new.append(w if in_place else None if b.frozen else _no_update(gradients[b], b))
             continue
         own = {name: x for name, x in kept[b].items() if name != "accumulated"}
-        result, new_own = update_bucket(shared, b, scalars[scalars_key(opt, b)], ratios.get(b), gradients[b], w, own)
+        result, new_own = update_bucket(shared, b, taken[scalars_key(opt, b)], ratios.get(b), gradients[b], w, own)
         kept[b] |= new_own
         like = leaves_of[b]
         if isinstance(like, pallas_kernels.Pieces) and not isinstance(result, pallas_kernels.Pieces):

@@ -20,7 +20,7 @@ FLOATS = tuple(np.dtype(t) for t in (jnp.bfloat16, np.float16, np.float32, np.fl
 
 def elementwise(
     fn: Callable[..., Sequence[jax.Array]],
-    scalars: jax.Array,
+    scalars: jax.Array | tuple[jax.Array, ...],
     updated: Sequence[jax.Array],
     read: Sequence[jax.Array] = (),
     *,
@@ -47,7 +47,8 @@ def elementwise(
         fn: `fn(s, *blocks)` returns len(updated) + len(emit) arrays; the blocks are those of `updated`, then
             of `read`. `s` is a tuple: one value per element of `scalars`, then one per array of `row_scalars`.
             Each is 0-d or has the block's shape.
-        scalars: float32 or float64, (k,) with k <= 16.
+        scalars: float32 or float64, (k,) with k <= 16; or a tuple of k 0-d arrays of one dtype, which XLA takes as they
+            are: for many calls that share them.
         updated: buffers of one shape, any rank, bf16, f16, f32 or f64, dtypes may differ. Replaced: in place where
             the caller donates them; otherwise the caller's arrays stay as they are. Some may be `Pieces`.
         read: buffers of the same shape, or `Pieces`, only read.
@@ -65,7 +66,7 @@ def elementwise(
         ValueError: shapes, counts or `backend` that do not fit. TypeError: dtypes that do not fit.
     """
     updated, read, row_scalars = (tuple(map(as_buffer, xs)) for xs in (updated, read, row_scalars))
-    scalars = jnp.asarray(scalars)
+    scalars = tuple(map(jnp.asarray, scalars)) if isinstance(scalars, tuple) else jnp.asarray(scalars)
     emit = tuple(np.dtype(dtype) for dtype in emit)
     buffers = _check(scalars, updated, read, emit, row_scalars, row)
     shape = buffers[0].shape
@@ -76,6 +77,8 @@ def elementwise(
     chosen = resolve_backend(backend, jax.tree.leaves((buffers, scalars, row_scalars)), refused=refused)
     if not pieces and buffers[0].size == 0:
         return updated, tuple(jnp.zeros(shape, dtype) for dtype in emit)
+    if chosen != "xla" and isinstance(scalars, tuple):
+        scalars = jnp.stack(scalars)
     call = Call(fn, emit, row, early_exit, name, interpreting())
     launcher = _launcher(chosen)
     if pieces:
@@ -154,7 +157,17 @@ def refused_tail(size: int) -> dict[Backend, str]:
     return {"mosaic": f"has no masked loads, and {size} elements are no multiple of {tiling.BLOCK}"}
 
 
-def check_scalars(scalars: jax.Array) -> None:
+def check_scalars(scalars: jax.Array | tuple[jax.Array, ...]) -> None:
+    if isinstance(scalars, tuple):
+        if len(scalars) > tiling.MAX_SCALARS or any(x.ndim for x in scalars):
+            raise ValueError(
+                f"`scalars` have shapes {[x.shape for x in scalars]}, expected up to {tiling.MAX_SCALARS} of ()"
+            )
+        if len({x.dtype for x in scalars}) > 1 or any(x.dtype not in FLOATS[2:] for x in scalars):
+            raise TypeError(
+                f"`scalars` have dtypes {[str(x.dtype) for x in scalars]}, expected all float32 or all float64"
+            )
+        return
     if scalars.ndim != 1 or scalars.size > tiling.MAX_SCALARS:
         raise ValueError(f"`scalars` has shape {scalars.shape}, expected (k,) with k <= {tiling.MAX_SCALARS}")
     if scalars.dtype not in FLOATS[2:]:

@@ -75,7 +75,7 @@ class Call:
 def elementwise_xla(call: Call, scalars, updated, read, row_scalars):
     """`fn` on whole arrays. They keep their shape: reshaping them here would break aliasing in XLA."""
     shape = (updated or read)[0].shape
-    s = tuple(scalars[i] for i in range(scalars.size))
+    s = scalars if isinstance(scalars, tuple) else tuple(scalars[i] for i in range(scalars.size))
     s += tuple(jnp.broadcast_to(r[:, None], (r.size, call.row)).reshape(shape) for r in row_scalars)
     with jax.named_scope(call.name):
         out = call.outputs(s, updated, read, kernel=False)

@@ -77,7 +77,7 @@ def steps(tx, grads, p, protocol="apply", **extra):
 @pytest.mark.parametrize("protocol", ["apply", "update"])
 def test_R55_a_gradient_that_is_not_finite_is_left_out_and_counted(protocol):
     p = {"w": jnp.zeros((1, 2))}
-    trail, state = steps(fusedopt.sgd(1.0, accumulate=2), [np.nan, 1.0, 3.0, np.inf, 1.0, 1.0], p, protocol)
+    trail, _ = steps(fusedopt.sgd(1.0, accumulate=2), [np.nan, 1.0, 3.0, np.inf, 1.0, 1.0], p, protocol)
     # parameter, count, micro_step, skipped, total_skipped
     assert trail == [
         (0.0, 0, 0, True, 1),
