@@ -110,7 +110,7 @@ def _body(rule, names, dtype, bucket: Bucket, inputs: tuple[str, ...], updated: 
         s = SimpleNamespace(**dict(zip(names, values, strict=True)))
         old = {name: x.astype(dtype) for name, x in zip(inputs, blocks, strict=True)}
         g = old["g"]
-        bad = s.bad != 0 if "bad" in names else None
+        bad = _flag(getattr(s, "bad", 0.0))
         for factor in FACTORS:
             if factor in names:
                 g = g * getattr(s, factor)
@@ -146,6 +146,11 @@ def _body(rule, names, dtype, bucket: Bucket, inputs: tuple[str, ...], updated: 
     return body
 
 
+def _flag(value: Any) -> jax.Array | None:
+    """None where it is known that the flag is not set."""
+    return None if isinstance(value, float) else value != 0
+
+
 def accumulate(step: Shared, bucket: Bucket, scalars: jax.Array, g: Any, total: jax.Array) -> jax.Array:
     """``total + share*g``, or only ``share*g`` if it is the first.
 
@@ -156,7 +161,8 @@ def accumulate(step: Shared, bucket: Bucket, scalars: jax.Array, g: Any, total: 
 
     def body(s, total, g):
         new = jnp.where(s[1] != 0, jnp.zeros_like(total), total) + s[2].astype(dtype) * g.astype(dtype)
-        return (new if step.bad is None else jnp.where(s[0] != 0, total, new),)
+        bad = None if step.bad is None else _flag(s[0])
+        return (new if bad is None else jnp.where(bad, total, new),)
 
     if isinstance(g, pallas_kernels.Pieces) and g.absent:  # a place that is left alone would keep what it had before
         zeros = map(jnp.zeros, g.shapes, [g.dtype] * len(g.shapes))

@@ -57,7 +57,8 @@ def elementwise(
             be 1-D, their size a multiple of `row`.
         row: a power of two from 128 to 1024.
         early_exit: scalars[0] is a flag. If it is nonzero, kernels leave `updated` bit for bit as it is and
-            emit zeros, without reading a buffer; `fn` itself must compute the same.
+            emit zeros, without reading a buffer; elsewhere `fn` itself must compute the same. In kernels, which get to `fn`
+            only past the flag, `s[0]` is the Python number 0.0.
         backend: "xla", "mosaic", "triton", or None for the best one the device and arrays support.
         name: of the kernel, in lowered text and profiles.
     Returns:

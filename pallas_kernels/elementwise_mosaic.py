@@ -99,7 +99,7 @@ def _kernel(call: Call, batched, scalars, updated, read, row_scalars):
             return plgpu.load(ref.at[here], layout=LAYOUT, optimized=False)
 
         def update():
-            s = tuple(scalars_ref[i] for i in range(scalars.shape[-1]))
+            s = call.past_exit(tuple(scalars_ref[i] for i in range(scalars.shape[-1])))
             s += tuple(_rate(ref, block, call.row) for ref in rate_refs)
             out = call.outputs(s, [load(ref) for ref in updated_refs], [load(ref) for ref in read_refs])
             for ref, y in zip((*updated_refs, *emit_refs), out, strict=True):

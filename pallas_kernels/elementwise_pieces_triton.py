@@ -115,7 +115,7 @@ def _elementwise_kernel(call, run: Run, kinds, n_updated: int, scalars, table, r
                 next(loaded) if is_pieces else load(in_refs[first], place, here.rows)
                 for first, is_pieces in zip(where, scattered, strict=True)
             ]
-            s = tuple(scalars_ref[i] for i in range(scalars.size))
+            s = call.past_exit(tuple(scalars_ref[i] for i in range(scalars.size)))
             s += tuple(ref[here.place // (call.row // ROW)] for ref in rate_refs)
             out = call.outputs(s, blocks[:n_updated], blocks[n_updated:])
             for first, y, is_pieces in zip(outs, out, stores_pieces, strict=True):

@@ -42,7 +42,7 @@ def _kernel(call: Call, scalars, updated, read, row_scalars):
         def update(mask):
             here = pl.ds(offset, BLOCK)
             blocks = [plt.load(ref.at[here], mask=mask, other=None if mask is None else 0) for ref in in_refs]
-            s = tuple(scalars_ref[i] for i in range(scalars.size))
+            s = call.past_exit(tuple(scalars_ref[i] for i in range(scalars.size)))
             if rate_refs:
                 row = (offset + jnp.arange(BLOCK, dtype=jnp.int32)) // call.row
                 s += tuple(plt.load(ref.at[row], mask=mask, other=None if mask is None else 0) for ref in rate_refs)

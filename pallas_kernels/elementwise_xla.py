@@ -55,6 +55,10 @@ class Call:
     name: str
     interpret: bool = False
 
+    def past_exit(self, s: tuple) -> tuple:
+        """The scalars where a kernel has not left early: the flag is 0, and nothing is compiled for another value."""
+        return (0.0, *s[1:]) if self.early_exit else s
+
     def outputs(
         self, s: tuple, updated: Sequence[jax.Array], read: Sequence[jax.Array], kernel: bool = True
     ) -> list[jax.Array]:

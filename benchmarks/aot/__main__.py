@@ -34,7 +34,7 @@ each parameter. registers, spilled: at most, of the kernels named `fusedopt_*`. 
 def rows(quick: bool) -> list[tuple[str, str, Step]]:
     """(target, model, step) of each line."""
     lines = []
-    for rule in ("adamw", "sgd", "momentum", "lars"):
+    for rule in ("adamw", "adamw full", "sgd", "momentum", "lion", "lars", "lamb"):
         for mode in steps.MODES:
             for guard in (False, True):
                 lines += [("h200", "resnet50", Step(rule, mode, None, packing, guard)) for packing in (PACKED, DEFAULT)]

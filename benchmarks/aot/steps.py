@@ -19,6 +19,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "nesterov": lambda **k: fusedopt.sgd(0.1, momentum=0.9, nesterov=True, **k),
     "adam": lambda **k: fusedopt.adam(1e-3, **k),
     "adamw": lambda **k: fusedopt.adamw(1e-3, **k),
+    "adamw full": lambda **k: fusedopt.adamw(1e-3, master_weights=True, ema_decay=0.999, clip_norm=1.0, **k),
     "adamw eps_inside": lambda **k: fusedopt.adamw(1e-3, eps_inside=True, **k),
     "nadamw": lambda **k: fusedopt.adamw(1e-3, nesterov=True, **k),
     "lion": lambda **k: fusedopt.lion(1e-4, **k),

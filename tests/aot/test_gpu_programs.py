@@ -37,13 +37,13 @@ compiled = functools.cache(lambda step, target, layers: steps.compiled(step, tar
 ragged = functools.cache(lambda step, target: steps.compiled(step, target, steps.ragged()))
 resnet50 = functools.cache(lambda step: steps.compiled(step, "h200", models.shapes("resnet50")))
 
-SLOTS = {"sgd": 0, "momentum": 1, "nesterov": 1, "lion": 1, "lars": 1, "lars optax": 1}
+SLOTS = {"adamw full": 3, "sgd": 0, "momentum": 1, "nesterov": 1, "lion": 1, "lars": 1, "lars optax": 1}
 
 
 def unread(step, tree):
     """Bytes of the state that an unguarded step replaces without a look: JAX does not keep them as arguments."""
     state = jax.eval_shape(step.optimizer().init, tree)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.skipped, state.trust_ratios)))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.skipped, state.trust_ratios, state.grad_norm)))
 
 
 @pytest.mark.parametrize(("target", "backend", "rule", "mode"), MATRIX)
@@ -57,13 +57,16 @@ def test_every_step_is_written_in_place_by_lean_kernels(target, backend, rule, m
         # Scalars; the sums of LARS: 6 numbers for each row of 128, and its levels of partial sums. XLA may store what
         # it takes the norm of, g + wd*w.
         sums = size // 8 if backend != "xla" else size
-        assert c.temporary <= 8192 + (sums if "lars" in rule else 0)
+        assert c.temporary <= 8192 + (sums if rule.startswith(("lars", "lamb")) or "full" in rule else 0)
     elif backend == "triton" and mode == "apply":
-        assert c.temporary <= 16384 + (size // 64 if "lars" in rule else 0)
+        # LAMB takes norms of packed moments beside the leaves' gradients and parameters, which it joins for that.
+        joined = 2 * 4 * sum(x.size + 128 for x in jax.tree.leaves(tree) if x.size < 16384)
+        assert c.temporary <= 16384 + (size // 64 if "lars" in rule else joined if rule == "lamb" else 0)
     for name, kernels in c.kernels.items():
         for kernel in kernels:
             assert kernel.spilled == 0, name
-            assert kernel.registers <= 64, (name, kernel.registers)
+            # 64 leave room for 32 of an SM's 64 warps, 72 for 28.
+            assert kernel.registers <= (72 if backend == "mosaic" else 64), (name, kernel.registers)
     if backend == "xla":
         assert c.count("fusedopt") == 0
         return
@@ -79,7 +82,7 @@ def test_every_step_is_written_in_place_by_lean_kernels(target, backend, rule, m
 
 LAYERS = [10, 100, 1000]
 # One kernel a group (weights, and the rest), and the scalars.
-LAUNCHES = {"adamw": 4, "momentum": 4, "sgd": 3, "lars": 9}
+LAUNCHES = {"adamw": 4, "momentum": 4, "sgd": 3, "lars": 8}
 
 
 @pytest.mark.parametrize("layers", LAYERS)
@@ -90,6 +93,44 @@ def test_flat_params_take_as_many_kernels_whatever_the_depth(rule, layers):
     guarded = compiled(Step(rule, guard=True), "h200", layers)
     assert guarded.count() <= 2 + 2 + (6 if rule == "lars" else 0) + 2 * 2
     assert guarded.count("fusedopt_has_nan") == 1
+
+
+def narrow(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), tree)
+
+
+@pytest.mark.parametrize("mode", ["flat", "apply"])
+def test_clipping_averages_and_masters_add_one_kernel_and_their_own_bytes(mode):
+    """bfloat16 parameters and gradients: 2 bytes for the norm; then 2 and four float32 buffers read, and written."""
+    step = Step("adamw full", mode, "triton", guard=True)
+    tree = narrow(steps.stack(100, 256))
+    parameters = models.describe(tree)[1]
+    c = steps.compiled(step, "h200", tree)
+    if mode == "flat":
+        assert (c.count("fusedopt_grad_norm"), c.count("fusedopt_adam")) == (1, 2)
+    # As XLA counts, the parameters are read too: they are operands, to be written in place. The kernels do not load them.
+    assert 38 + 2 <= c.accessed / parameters <= 38 + 2.1
+    assert c.temporary <= 0.02 * parameters
+    assert c.donated == c.aliased + 1  # the old `skipped`
+    for name, kernels in c.kernels.items():
+        if name.startswith("fusedopt_adam"):
+            for kernel in kernels:
+                assert kernel.vector_accesses() == (4, 4)  # mu, nu, ema, master
+                assert len(re.findall(r"ld\.global\.v2", kernel.ptx)) == 1  # the gradients
+                assert kernel.spilled == 0
+
+
+def test_a_sum_of_gradients_takes_one_more_pass_and_no_more_memory():
+    tree = steps.stack(100, 256)
+    parameters = models.describe(tree)[1]
+    tx = fusedopt.adamw(1e-3, accumulate=4, packing=PACKED, skip_nonfinite=False)
+    params = jax.eval_shape(lambda tree: fusedopt.pack(tree, tx), tree)
+    state = jax.eval_shape(tx.init, params)
+    run = lambda params, state, grads: tx.apply(grads, state, params)  # noqa: E731
+    c = compiler.compile_for("h200", run, params, state, params, donate=(0, 1))
+    assert (c.count("fusedopt_accumulate"), c.count("fusedopt_adam")) == (2, 2)
+    assert 40 <= c.accessed / parameters <= 40.1  # 12 for the sum, 28 for the step
+    assert c.temporary <= 0.001 * parameters
 
 
 @pytest.mark.parametrize("layers", [10, 100])
