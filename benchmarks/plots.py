@@ -23,7 +23,13 @@ COLOURS = {
 }
 """Of the candidates, the same in all plots; readable without a sense of red and green (Okabe and Ito)."""
 
-TITLES = {"step": "step", "guarded": "step, guarded against NaN", "lars": "LARS step", "train": "whole train step"}
+TITLES = {
+    "step": "step",
+    "guarded": "step, guarded against NaN",
+    "parts": "guarded, clipped, averaged",
+    "lars": "LARS step",
+    "train": "whole train step",
+}
 
 
 def draw(rows: Sequence[Row], folder: pathlib.Path, subtitle: str) -> list[pathlib.Path]:

@@ -43,7 +43,8 @@ class Group:
       name: shown in the layout and in hyperparameter names; not ``bias``, ``weight`` or empty.
       match: ``match(path, leaf) -> bool`` with ``path`` a tuple of key strings and ``leaf``
         anything with ``shape`` and ``dtype``; or a tree of bools shaped like the parameters or
-        like a prefix of them. The first group that matches wins.
+        like a prefix of them; or such a tree of labels, as `optax.partition` takes them, where
+        the label is this group's name. The first group that matches wins.
       weight_decay: None: the optimizer's own; the Python number 0: never decayed; otherwise this
         group's weight decay, a hyperparameter called ``weight_decay/<name>``.
       learning_rate_scale: factor on the learning rate, a hyperparameter called
@@ -160,7 +161,11 @@ def place(
 def _matcher(group: Group, names: Sequence[Path], leaves: Sequence[Leaf]) -> Callable[[int, Leaf], bool]:
     if is_callable_mask(group.match):
         return lambda i, leaf: bool(group.match(names[i], leaf))
-    flags = mask_flags(group.match, names, leaves, f"groups: match of {group.name!r}")
+    match = group.match
+    labels = jax.tree.leaves(match)
+    if labels and all(isinstance(label, str) for label in labels):
+        match = jax.tree.map(lambda label: label == group.name, match)
+    flags = mask_flags(match, names, leaves, f"groups: match of {group.name!r}")
     return lambda i, leaf: flags[i]
 
 

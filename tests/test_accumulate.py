@@ -89,6 +89,29 @@ def test_R55_a_gradient_that_is_not_finite_is_left_out_and_counted(protocol):
     ]
 
 
+def test_R56_training_resumes_after_a_nan_where_multi_steps_around_optax_stands_still():
+    p, grads = {"w": jnp.zeros((1, 2))}, [1.0, np.nan, 3.0, 1.0, 1.0]
+    trail, _ = steps(fusedopt.adam(0.1, eps=0.0, accumulate=2), grads, p)
+    np.testing.assert_allclose([w for w, *_ in trail], [0, 0, -0.1, -0.1, trail[-1][0]], rtol=3e-7)
+    assert trail[-1][0] < -0.15
+
+    def around(tx, **options):
+        """The parameter after each gradient."""
+        tx, q, trail = optax.MultiSteps(tx, 2, **options), p, []
+        state, update = tx.init(q), jax.jit(tx.update)
+        with standard_promotion():
+            for g in grads:
+                u, state = update({"w": jnp.full((1, 2), g)}, state, q)
+                q = optax.apply_updates(q, u)
+                trail.append(float(q["w"][0, 0]))
+        return trail
+
+    # NaN times 0 stays in its sum; with its own guard it goes on, and with ours inside too.
+    assert around(optax.apply_if_finite(optax.adam(0.1), 5))[-1] == 0.0
+    resumed = around(fusedopt.adam(0.1, eps=0.0), should_skip_update_fn=optax.skip_not_finite)
+    np.testing.assert_allclose(resumed, [w for w, *_ in trail], rtol=1e-6)
+
+
 def test_between_steps_only_the_sum_changes():
     params = filled(SHAPES)
     tx = fusedopt.adamw(0.1, accumulate=2, ema_decay=0.9, clip_norm=1.0)

@@ -294,11 +294,13 @@ MATCHES = {
     "predicate": lambda path, leaf: path[0] == "head" and leaf.shape == (4, 2),
     "tree": {"body": {"kernel": False, "bias": False}, "head": {"kernel": True}},
     "prefix": {"body": False, "head": True},
+    "labels": {"body": {"kernel": "body", "bias": "body"}, "head": {"kernel": "head"}},
+    "labels of a prefix": {"body": "body", "head": "head"},
 }
 
 
 @pytest.mark.parametrize("match", MATCHES)
-def test_a_group_is_matched_by_a_predicate_a_tree_or_a_prefix(match):
+def test_a_group_is_matched_by_a_predicate_a_tree_a_prefix_or_labels(match):
     layout = layout_of(PARAMS, fusedopt.adamw(0.1, groups=[Group("head", MATCHES[match])]))
     assert {s.path: s.group for s in layout.segments} == {
         ("head", "kernel"): "head",

@@ -27,7 +27,8 @@ Common options, all keyword-only:
   accumulate: a positive int k, or None for 1: a step for every k calls, with the mean of their gradients (static). The
     calls between change nothing but the sum, which is float32 and packed like the moments; those that are skipped do not
     count. A leaf without a gradient (None) adds nothing to its sum. Where the gradients are squared, by the rule, for a
-    norm or for `clip_norm`, each of them must be finite when squared, clipped or not.
+    norm or for `clip_norm`, each of them must be finite when squared, clipped or not. (`optax.MultiSteps` works too; there a
+    NaN stays in the sum for ever unless it is made with ``should_skip_update_fn=optax.skip_not_finite``.)
 """
 
 from fusedopt.transforms.adam import adam as adam
