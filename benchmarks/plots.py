@@ -55,8 +55,11 @@ def ratios(rows: Sequence[Row], subtitle: str) -> Figure | None:
     if not sections:
         return None
     cases = {s: list(dict.fromkeys(r["case"] for r in timed if r["section"] == s)) for s in sections}
-    figure = Figure(figsize=(1 + 4.2 * len(sections), 2 + 0.55 * max(map(len, cases.values()))), layout="constrained")
-    axes = figure.subplots(1, len(sections), squeeze=False)[0]
+    bars = {s: len({r["candidate"] for r in timed if r["section"] == s}) for s in sections}
+    # As thick a bar in every panel.
+    heights = [0.6 + len(cases[s]) * (0.15 + 0.09 * bars[s]) for s in sections]
+    figure = Figure(figsize=(9, 1 + sum(heights)), layout="constrained")
+    axes = figure.subplots(len(sections), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, section in zip(axes, sections, strict=True):
         names = [c for c in COLOURS if any(r["section"] == section and r["candidate"] == c for r in timed)]
         height = 0.8 / len(names)
@@ -82,10 +85,12 @@ def ratios(rows: Sequence[Row], subtitle: str) -> Figure | None:
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_yticks(range(len(cases[section])), cases[section], fontsize=8)
-        axis.invert_yaxis()
-        axis.set_title(TITLES[section], fontsize=10)
-        axis.set_xlabel("times as fast as optax.adamw" if section != "lars" else "times as fast as optax.lars")
-        axis.legend(fontsize=7)
+        axis.set_ylim(len(cases[section]) - 0.4, -0.6)
+        rival = {"lars": "optax.lars", "parts": "the same of optax's parts"}.get(section, "optax.adamw")
+        axis.set_title(f"{TITLES[section]}, times as fast as {rival}", fontsize=10)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.suptitle(f"Right of the line: faster than optax under jit, donated. Left: slower.\n{subtitle}", fontsize=9)
     return figure
 
