@@ -70,14 +70,17 @@ def test_R24_each_leaf_of_lower_precision_has_a_float32_master_and_no_other_has(
     assert tx.init(in_float32(params)).master == ()
 
 
+MASTERED = [(n, m, jnp.bfloat16) for n, m in each_once(["apply", "flat", "update"], all_of=("adamw", "lars", "lamb"))]
+MASTERED += [("adamw", mode, jnp.float16) for mode in ("apply", "flat", "update")]
+
+
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("name", "mode", "dtype"),
     [
-        pytest.param(n, m, marks=() if (n, m) == ("adamw", "flat") else pytest.mark.slow)
-        for n, m in each_once(["apply", "flat", "update"], all_of=("adamw", "lars", "lamb"))
+        pytest.param(n, m, d, marks=() if (n, m, d) == ("adamw", "flat", jnp.bfloat16) else pytest.mark.slow)
+        for n, m, d in MASTERED
     ],
 )
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_parameters_are_the_rounded_masters_which_take_the_steps_of_float32_parameters(name, mode, dtype):
     params = mixed(dtype)
     stacked = gradients(in_float32(params), 3)
