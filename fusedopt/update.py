@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,28 +62,15 @@ def step(
         micro_step = state.micro_step + np.int32(1)
         flags = [micro_step < opt.accumulate] + ([] if bad is None else [bad])
 
-    # What the norms say, and with them the last word on the step.
-    factors = {} if unscale is None else {"unscale": unscale}
-    seen: list[jax.Array] = []
-    norm = None
-    if opt.clips:
-        norm = measure.global_norm(opt, layout, gradients, unscale, dtype)
-        first, clip = measure.clip_factors(norm, values["clip_norm"])
-        factors = {"unscale": first if unscale is None else unscale * first, "clip": clip}
-        # No gradient is larger than the norm, so if the norm can be squared they can.
-        largest = jnp.square(jnp.minimum(norm, values["clip_norm"])) if opt.rule.squares_gradient else norm
-        seen += [(norm - norm).reshape(1), (largest - largest).reshape(1)]
     weights = {} if p is None else dict(zip(layout.buckets, p.buckets, strict=True))
     truths = {b: kept[b].get("master", weights.get(b)) for b in kept}
     count = jnp.where(state.count == INT32_MAX, INT32_MAX, state.count + np.int32(1))
     scalars = rule_scalars(opt, layout, values, count)
-    norms = measure.trust_norms(opt, layout, gradients, truths, kept, scalars, factors)
+    measured = _measure(opt, layout, gradients, truths, kept, values, scalars, unscale)
+    factors, norms = measured.factors, measured.norms
     if opt.skip_nonfinite:
-        looked_at = [b for b in layout.buckets if b in norms or opt.accumulate > 1 or (opt.clips and not b.frozen)]
-        seen += measure.nonfinite(opt, layout, gradients, unscale, looked_at)
-        seen += [(x[1] - x[1]).reshape(-1) for x in norms.values()]
-        flags.append(any_nan(seen))
-    still = _any(flags)
+        flags.append(any_nan(measured.zeros))
+    still = _any(flags)  # the last word on the step
 
     ratios = {
         b: opt.rule.trust_ratio(
@@ -113,10 +100,46 @@ def step(
         fields["hyperparams"] = vector
     if ratios:
         fields["trust_ratios"] = jnp.concatenate(list(ratios.values()))
-    if norm is not None:
-        fields["grad_norm"] = norm
+    if opt.clips:
+        fields["grad_norm"] = measured.grad_norm
     state = _next_state(state, fields, still, bad, micro_step, opt.accumulate)
     return close_operands(layout, new, g, p, in_place), state
+
+
+class Measured(NamedTuple):
+    """What reading the gradients says.
+
+    Attributes:
+        factors: what they are to be multiplied with, by name.
+        norms: (2, segments) of each bucket with trust ratios.
+        grad_norm: 0-d, of all of them before clipping; None if they are not clipped.
+        zeros: 1-D arrays of zeros if all gradients are usable; otherwise with a NaN somewhere.
+    """
+
+    factors: dict[str, jax.Array]
+    norms: dict[Bucket, jax.Array]
+    grad_norm: Any
+    zeros: list[jax.Array]
+
+
+def _measure(opt, layout, gradients, truths, kept, values, scalars, unscale) -> Measured:
+    """Each gradient is read once for clipping or for the guard, and once for trust ratios."""
+    factors = {} if unscale is None else {"unscale": unscale}
+    zeros, grad_norm = [], None
+    if opt.clips:
+        clip_norm = values["clip_norm"]
+        grad_norm = measure.global_norm(opt, layout, gradients, unscale, clip_norm.dtype)
+        first, clip = measure.clip_factors(grad_norm, clip_norm)
+        factors = {"unscale": first if unscale is None else unscale * first, "clip": clip}
+        # No gradient is larger than the norm, so if the norm can be squared they can.
+        largest = jnp.square(jnp.minimum(grad_norm, clip_norm)) if opt.rule.squares_gradient else grad_norm
+        zeros += [(x - x).reshape(1) for x in (grad_norm, largest)]
+    norms = measure.trust_norms(opt, layout, gradients, truths, kept, scalars, factors)
+    zeros += [(x[1] - x[1]).reshape(-1) for x in norms.values()]
+    if opt.skip_nonfinite and opt.accumulate == 1:  # a sum is finite: its parts have been looked at
+        seen = [b for b in layout.buckets if b in norms or (opt.clips and not b.frozen)]
+        zeros += measure.nonfinite(opt, layout, gradients, unscale, seen)
+    return Measured(factors, norms, grad_norm, zeros)
 
 
 def _any(flags: Sequence[jax.Array]) -> jax.Array | None:
