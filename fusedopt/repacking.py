@@ -1,0 +1,77 @@
+"""Parameters and their state in another layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from fusedopt.by_path import exported, installed
+from fusedopt.layout import Packing
+from fusedopt.packing import FlatParams, pack
+from fusedopt.state import FusedState
+from fusedopt.transformation import FusedTransformation
+
+
+def repack(
+    params: Any,
+    state: Any,
+    tx: FusedTransformation,
+    new_tx: FusedTransformation | None = None,
+    *,
+    packing: Packing | None = None,
+) -> tuple[Any, Any]:
+    """Moves parameters and their state to the layout of another optimizer: leaf by leaf, the same bits.
+
+    For raw buffers that were stored under another packing, padding or grouping: restore them into what the old `tx`
+    makes, then repack.
+
+    ```python
+    old, new = fusedopt.adamw(1e-3), fusedopt.adamw(1e-3, packing=fusedopt.Packing(solo_from=None))
+    params, state = fusedopt.repack(params, state, old, new)
+    ```
+
+    Args:
+      params: a tree, which stays as it is, or FlatParams.
+      state: of `tx` for these `params`.
+      tx: the optimizer, or `fusedopt.chain`, whose layout they have.
+      new_tx: the one whose layout they get; None: `tx` itself. Buffers and hyperparameters that only it has begin as at
+        init, those that only `tx` has are dropped; averages in slots of another dtype are rounded to it.
+      packing: of the new FlatParams; None: that of `new_tx`.
+
+    Returns:
+      ``(params, state)``; FlatParams and buffers are copies.
+
+    Raises:
+      TypeError: optimizers that are not of fusedopt.
+      ValueError: a state of other parameters; moments that `tx` does not keep; `packing` for a tree, whose buffers
+        `new_tx` alone decides; chains of different lengths.
+    """
+    new_tx = tx if new_tx is None else new_tx
+    for name, x in (("tx", tx), ("new_tx", new_tx)):
+        if not isinstance(x, FusedTransformation):
+            raise TypeError(f"`{name}`: expected an optimizer made by fusedopt, got {type(x).__name__}")
+    flat = isinstance(params, FlatParams)
+    if packing is not None and not flat:
+        raise ValueError("`packing` is for FlatParams; the state of a tree is laid out by the `packing` of `new_tx`")
+    missing = [s for s in new_tx.optimizer.rule.slots if s not in tx.optimizer.rule.slots]
+    if missing:
+        raise ValueError(f"`state` has no `{missing[0]}`, which `new_tx` needs; `tx` keeps {tx.optimizer.rule.slots}")
+
+    def moved(x: Any) -> Any:
+        return pack(x.tree, new_tx, packing=packing) if isinstance(x, FlatParams) else x
+
+    new_params = moved(params)
+
+    def one(old: Any, template: Any) -> Any:
+        if isinstance(old, FusedState) != isinstance(template, FusedState):
+            raise ValueError("`state`: expected that of `tx`, a chain as long as that of `new_tx`")
+        if isinstance(old, FusedState):
+            given = exported(tx.optimizer, old, tx.optimizer.layout_of_params(params))
+            return installed(new_tx.optimizer, new_params, given)
+        if len(old) != len(template):
+            raise ValueError(f"`state`: got that of a chain of {len(old)}, expected {len(template)} as in `new_tx`")
+        front = jax.tree.map(moved, tuple(old[:-1]), is_leaf=lambda x: isinstance(x, FlatParams))
+        return (*front, one(old[-1], template[-1]))
+
+    return new_params, one(state, jax.eval_shape(new_tx.init, new_params))
