@@ -234,7 +234,7 @@ def _out_of(optax_state: Any, template: Any, convert: Any) -> Any:
     if _is_fused(template):
         return convert(optax_state)
     *front, last = template
-    if isinstance(optax_state, (tuple, list)) and len(optax_state) == len(template):
+    if type(optax_state) in (tuple, list) and len(optax_state) == len(template):
         before = tuple(optax_state[:-1])
         if _alike(before, tuple(front)):
             return (*jax.tree.map(jnp.array, before), _out_of(optax_state[-1], last, convert))

@@ -114,6 +114,10 @@ def filled(opt: Optimizer, like: Any, values: Mapping[str, Any], hyperparams: Ma
     Raises:
       ValueError: no place for the moments, or for those of a leaf, named by path; a leaf of another shape.
     """
+
+    def count() -> Any:  # an array for each place, so that all may be donated
+        return jnp.array(values["count"], copy=True)
+
     placed: dict[str, set] = {slot: set() for slot in opt.rule.slots}
 
     def tree(old: Any, slot: str) -> Any:
@@ -136,16 +140,16 @@ def filled(opt: Optimizer, like: Any, values: Mapping[str, Any], hyperparams: Ma
             return node
         if kind == wanted(opt):
             new = {f: tree(getattr(node, f), slot) for f, slot in MOMENTS[kind].items()}
-            return node._replace(**new, **({"count": values["count"]} if "count" in node._fields else {}))
+            return node._replace(**new, **({"count": count()} if "count" in node._fields else {}))
         if kind in MOMENTS:
             raise ValueError(f"`{name}`: expected {wanted(opt) or 'no moments'} for this optimizer, got {kind}")
         if kind in SCHEDULES:
-            return node._replace(count=values["count"])
+            return node._replace(count=count())
         inner = {WRAPPERS[kind]: every(getattr(node, WRAPPERS[kind]))}
         if kind in INJECT:
             old = node.hyperparams
             known = {k: hyperparams[k].astype(jnp.asarray(v).dtype) for k, v in old.items() if k in hyperparams}
-            inner |= {"hyperparams": {**old, **known}, "count": values["count"]}
+            inner |= {"hyperparams": {**old, **known}, "count": count()}
             if hasattr(node, "hyperparams_states"):
                 inner["hyperparams_states"] = every(node.hyperparams_states)
             return node._replace(**inner)
@@ -156,8 +160,8 @@ def filled(opt: Optimizer, like: Any, values: Mapping[str, Any], hyperparams: Ma
         acc = [sums.get(p, jnp.zeros(jnp.shape(x), x.dtype)) for p, x in acc.items()]
         return node._replace(
             **inner,
-            gradient_step=values["count"],
-            mini_step=steps,
+            gradient_step=count(),
+            mini_step=jnp.array(steps, copy=True),
             acc_grads=jax.tree.unflatten(jax.tree.structure(node.acc_grads), acc),
         )
 

@@ -48,10 +48,12 @@ def _from_state_dict(flat: Any, state_dict: Any) -> Any:
 
     layout = flat.layout
     like = jax.eval_shape(lambda f: f.tree, flat)
+    # Flax ignores what is stored for leaves that the target does not have.
+    got, want = (set(flatten(x).paths()) for x in (state_dict, serialization.to_state_dict(like)))
+    for path in sorted(got ^ want):
+        where = "stored but not in the target" if path in got else "in the target but not stored"
+        raise ValueError(f"`FlatParams` leaf `{show(path)}` is {where}: fusedopt.pack a tree of what is stored instead")
     found = flatten(serialization.from_state_dict(like, state_dict))
-    if found.treedef != flatten(like).treedef:
-        got, want = ({show(p) for p in t.paths()} for t in (found, flatten(like)))
-        raise ValueError(f"`FlatParams`: got other leaves than expected, these differ: {sorted(got ^ want)[:4]}")
     check_shapes(found.leaves, layout, "FlatParams")
     leaves = [None if x is None else jnp.asarray(x) for x in found.leaves]
     for s in layout.segments:
