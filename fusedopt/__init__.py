@@ -5,7 +5,8 @@ Optimizers: `sgd`, `adam`, `adamw`, `lamb`, `lars`, `lion`, each a `FusedTransfo
 in front of one. Parameters: `pack` and `FlatParams` hold them in buffers, `Packing` says which
 leaves share one, `FlatLayout` where each leaf lies, `Group` which leaves have hyperparameters of
 their own. Checkpoints: `to_optax_state` and `from_optax_state`
-keep states by path, `repack` moves them to another layout. `TrainState` is Flax's (extra ``flax``).
+keep states by path, `repack` moves them to another layout,
+`check_restored` looks whether raw buffers are of this one. `TrainState` is Flax's (extra ``flax``).
 Also `DynamicLossScale`, `weight_mask`, `has_nan`, `warmup_cosine`, and `FusedState`, what a state holds.
 
 Options that all optimizers take are explained in `fusedopt.transforms`.
@@ -21,6 +22,7 @@ from fusedopt.optax_form import from_optax_state as from_optax_state
 from fusedopt.optax_form import to_optax_state as to_optax_state
 from fusedopt.packing import FlatParams as FlatParams
 from fusedopt.packing import pack as pack
+from fusedopt.repacking import check_restored as check_restored
 from fusedopt.repacking import repack as repack
 from fusedopt.schedules import warmup_cosine as warmup_cosine
 from fusedopt.state import FusedState as FusedState
@@ -45,6 +47,7 @@ __all__ = [
     "adam",
     "adamw",
     "chain",
+    "check_restored",
     "from_optax_state",
     "has_nan",
     "lamb",

@@ -1,15 +1,18 @@
-"""Parameters and their state in another layout."""
+"""Buffers that come from a checkpoint: whether they are of this layout, and how to move them to another one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from fusedopt.by_path import exported, installed
-from fusedopt.layout import Packing
-from fusedopt.packing import FlatParams, pack
-from fusedopt.state import FusedState
+from fusedopt.by_path import exported, installed, unwrapped
+from fusedopt.layout import Bucket, FlatLayout, Packing
+from fusedopt.packing import FlatParams, pack, pieces_of
+from fusedopt.paths import show
+from fusedopt.state import FusedState, buffers_of, check_state
 from fusedopt.transformation import FusedTransformation
 
 
@@ -75,3 +78,50 @@ def repack(
         return (*front, one(old[-1], template[-1]))
 
     return new_params, one(state, jax.eval_shape(new_tx.init, new_params))
+
+
+def check_restored(tx: FusedTransformation, state: Any, params: Any) -> None:
+    """Raises if restored buffers are those of other leaves. Reads all of them once; not for use under jit.
+
+    Buffers of two layouts may have the same shapes. What tells them apart is the padding: it is zero in every buffer of
+    this library, and other leaves of other sizes leave numbers there. Leaves of the same sizes in another order cannot
+    be told apart; checkpoints by path (`to_optax_state`) and FlatParams, whose names in orbax carry a fingerprint, can.
+
+    Args:
+      tx: the optimizer, or `fusedopt.chain`.
+      state: as restored, arrays.
+      params: what it is to go on with: a tree, or FlatParams, whose own padding is looked at too.
+
+    Raises:
+      TypeError: `tx` is not of fusedopt.
+      ValueError: another shape, or a number in the padding behind a leaf, named by path.
+    """
+    if not isinstance(tx, FusedTransformation):
+        raise TypeError(f"`tx`: expected an optimizer made by fusedopt, got {type(tx).__name__}")
+    opt, fused = tx.optimizer, unwrapped(tx._find_state(state))
+    layout = opt.layout_of_params(params)
+    check_state(opt, fused, layout)
+    for b, own in buffers_of(opt, fused, layout).items():
+        for name, buffer in own.items():
+            _check_padding(f"state.{name}", b, buffer, layout)
+    if isinstance(params, FlatParams):
+        for b, buffer in zip(layout.buckets, params.buckets, strict=True):
+            if jnp.shape(buffer) != b.shape:
+                raise ValueError(f"`params` bucket `{b.name}`: got shape {jnp.shape(buffer)}, expected {b.shape}")
+            _check_padding("params", b, buffer, layout)
+
+
+def _check_padding(name: str, bucket: Bucket, buffer: Any, layout: FlatLayout) -> None:
+    if bucket.solo:
+        return
+    buffer, members = jnp.asarray(buffer), layout.segments_of(bucket)
+    pieces = pieces_of(bucket, members, layout.align)
+    leaves = pieces.replaced(pieces.split(buffer), buffer.dtype).joined
+    wrong = jnp.isfinite(buffer) & (buffer != leaves)  # a NaN there may be one of gradients that nobody checked
+    if wrong.any():
+        at = int(np.argmax(np.asarray(wrong)))
+        s = [s for s in members if s.offset <= at][-1]
+        raise ValueError(
+            f"`{name}` is of another layout: bucket `{bucket.name}` has {float(buffer[at]):g} at element {at}, in the "
+            f"padding behind leaf `{show(s.path)}` {s.shape}, expected zeros"
+        )

@@ -132,17 +132,44 @@ def test_R127_flat_params_of_another_layout_are_refused(way, shapes, target, tmp
 
 
 @pytest.mark.parametrize("way", [PyTree, MsgPack])
-def test_R127_a_raw_state_of_another_layout_is_refused_at_the_next_step(way, tmp_path):
-    """By its shapes. Where those fit only the form by path can tell: see test_optax_state.py."""
-    old, new = ({k: jnp.ones(s) for k, s in shapes.items()} for shapes in OTHER_LEAVES[0])
-    way.save(tmp_path / "x", fusedopt.adamw(0.1).init(old))
+@pytest.mark.parametrize(
+    ("shapes", "target"), [*OTHER_LEAVES, ({"a": (2, 3)}, {"a": (40, 30)})], ids=["row", "joined", "swapped", "larger"]
+)
+def test_R127_a_raw_state_of_another_layout_is_refused(way, shapes, target, tmp_path):
+    """By its shapes at the latest in the next step; where those fit, by its padding."""
+    old, new = (jax.tree.map(jnp.asarray, filled(s)) for s in (shapes, target))
     tx = fusedopt.adamw(0.1)
-    try:
-        state = way.restore(tmp_path / "x", tx.init(new))
-    except ValueError:
-        return  # refused earlier: another number of buffers
-    with pytest.raises(ValueError, match=r"`state\.mu` is of another layout"):
-        tx.update(new, state, new)
+    _, state = trained(old, tx)
+    way.save(tmp_path / "x", state)
+    if len(state.mu) != len(tx.init(new).mu):
+        with pytest.raises(ValueError, match="mu"):
+            way.restore(tmp_path / "x", tx.init(new))
+        return
+    state = way.restore(tmp_path / "x", tx.init(new))
+    fits = [x.shape for x in state.mu] == [x.shape for x in tx.init(new).mu]
+    message = r"`state\.mu` is of another layout" + (r".* in the padding behind leaf `a` \([13], 3\)" if fits else "")
+    with pytest.raises(ValueError, match=message):
+        fusedopt.check_restored(tx, state, new)
+    if not fits:
+        with pytest.raises(ValueError, match=message):
+            tx.update(new, state, new)
+
+
+def test_check_restored_is_content_with_what_is_right():
+    tx = fusedopt.chain(optax.clip(1.0), fusedopt.adamw(0.1, ema_decay=0.9, master_weights=True, accumulate=2))
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, some_params())
+    flat = fusedopt.pack(half)
+    with standard_promotion():
+        for params in (half, flat):
+            new, state = trained(params, tx)
+            fusedopt.check_restored(tx, state, new)
+    wrong = jax.tree.map(lambda x: x if x.ndim != 1 else x.at[3:].set(1), flat)
+    with pytest.raises(
+        ValueError, match=r"`params` is of another layout: bucket `bias\.bfloat16` has 1 at element 3, in the"
+    ):
+        fusedopt.check_restored(tx, tx.init(flat), wrong)
+    with pytest.raises(TypeError, match="`tx`: expected an optimizer made by fusedopt"):
+        fusedopt.check_restored(optax.adam(0.1), None, flat)
 
 
 def test_a_difference_is_in_words():

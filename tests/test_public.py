@@ -37,6 +37,7 @@ PUBLIC = [
     "adam",
     "adamw",
     "chain",
+    "check_restored",
     "from_optax_state",
     "has_nan",
     "lamb",
