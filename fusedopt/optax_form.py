@@ -206,9 +206,9 @@ def _pending(opt: Optimizer, multi: Any) -> dict[str, Any]:
                 "optimizer, made without `accumulate`, has no place"
             )
         return {}
-    share = jnp.asarray(steps, jnp.float32) / opt.accumulate
-    sums = leaves_by_path(_nodes.field(multi, "acc_grads"))
-    return {"accumulated": {p: x * share.astype(jnp.asarray(x).dtype) for p, x in sums.items()}, "micro_step": steps}
+    sums = {p: jnp.asarray(x) for p, x in leaves_by_path(_nodes.field(multi, "acc_grads")).items()}
+    sums = {p: x * (jnp.asarray(steps, x.dtype) / opt.accumulate) for p, x in sums.items()}
+    return {"accumulated": sums, "micro_step": steps}
 
 
 def _counts(opt: Optimizer) -> bool:

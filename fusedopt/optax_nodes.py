@@ -115,8 +115,12 @@ def filled(opt: Optimizer, like: Any, values: Mapping[str, Any], hyperparams: Ma
       ValueError: no place for the moments, or for those of a leaf, named by path; a leaf of another shape.
     """
 
-    def count() -> Any:  # an array for each place, so that all may be donated
-        return jnp.array(values["count"], copy=True)
+    def put(old: Any, x: Any) -> Any:
+        """A scalar in the variable in which Flax NNX may hold it; an array of its own, so that all may be donated."""
+        return jax.tree.unflatten(jax.tree.structure(old), [jnp.array(x, copy=True)])
+
+    def count(node: Any, name: str = "count") -> dict[str, Any]:
+        return {name: put(getattr(node, name), values["count"])} if name in node._fields else {}
 
     placed: dict[str, set] = {slot: set() for slot in opt.rule.slots}
 
@@ -140,28 +144,31 @@ def filled(opt: Optimizer, like: Any, values: Mapping[str, Any], hyperparams: Ma
             return node
         if kind == wanted(opt):
             new = {f: tree(getattr(node, f), slot) for f, slot in MOMENTS[kind].items()}
-            return node._replace(**new, **({"count": count()} if "count" in node._fields else {}))
+            return node._replace(**new, **count(node))
         if kind in MOMENTS:
             raise ValueError(f"`{name}`: expected {wanted(opt) or 'no moments'} for this optimizer, got {kind}")
         if kind in SCHEDULES:
-            return node._replace(count=count())
+            return node._replace(**count(node))
         inner = {WRAPPERS[kind]: every(getattr(node, WRAPPERS[kind]))}
         if kind in INJECT:
             old = node.hyperparams
-            known = {k: hyperparams[k].astype(jnp.asarray(v).dtype) for k, v in old.items() if k in hyperparams}
-            inner |= {"hyperparams": {**old, **known}, "count": count()}
+            ours = {
+                k: (v, hyperparams[k].astype(jnp.result_type(scalar(v)))) for k, v in old.items() if k in hyperparams
+            }
+            known = {k: put(*pair) for k, pair in ours.items()}
+            inner |= {"hyperparams": {**old, **known}, **count(node)}
             if hasattr(node, "hyperparams_states"):
                 inner["hyperparams_states"] = every(node.hyperparams_states)
             return node._replace(**inner)
         steps = values.get("micro_step", jnp.zeros((), jnp.int32))
-        mean = jnp.where(steps > 0, opt.accumulate / jnp.maximum(steps, 1).astype(jnp.float32), 0)
-        sums = {p: x * mean.astype(x.dtype) for p, x in values.get("accumulated", {}).items()}
+        # Our sum of m shares of k is k/m of them in their mean; nothing gathered is a sum of zeros.
+        sums = {p: x * _ratio(opt.accumulate, steps, x.dtype) for p, x in values.get("accumulated", {}).items()}
         acc = leaves_by_path(node.acc_grads)
         acc = [sums.get(p, jnp.zeros(jnp.shape(x), x.dtype)) for p, x in acc.items()]
         return node._replace(
             **inner,
-            gradient_step=count(),
-            mini_step=jnp.array(steps, copy=True),
+            **count(node, "gradient_step"),
+            mini_step=put(node.mini_step, steps),
             acc_grads=jax.tree.unflatten(jax.tree.structure(node.acc_grads), acc),
         )
 
@@ -174,6 +181,11 @@ def filled(opt: Optimizer, like: Any, values: Mapping[str, Any], hyperparams: Ma
         if left:
             raise ValueError(f"`{name}` has no place for `{slot}` of leaf `{show(left[0])}` ({wanted(opt)})")
     return out
+
+
+def _ratio(k: int, steps: Any, dtype: Any) -> Any:
+    """k/steps, 0 for no steps."""
+    return jnp.where(steps > 0, jnp.asarray(k, dtype) / jnp.maximum(steps, 1).astype(dtype), jnp.zeros((), dtype))
 
 
 def read(opt: Optimizer, state: Any) -> tuple[dict[str, Leaves], dict[str, Any], dict[str, Any], Any]:

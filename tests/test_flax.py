@@ -351,6 +351,18 @@ def test_nnx_optimizer_under_nnx_jit_is_that_of_optax():
     assert len(jax.tree.leaves(nnx.state(optimizers[0]))) < len(jax.tree.leaves(nnx.state(optimizers[1])))
 
 
+def test_what_nnx_holds_of_an_optax_run_goes_on_here():
+    module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    theirs, tx = nnx.Optimizer(module, TWIN, wrt=nnx.Param), fusedopt.adamw(1e-2)
+    with standard_promotion():
+        theirs.update(module, nnx.grad(nnx_loss)(module))
+        params = nnx.state(module, nnx.Param)
+        state = fusedopt.from_optax_state(tx, theirs.opt_state, params)
+        back, _ = fusedopt.to_optax_state(tx, state, params, like=theirs.opt_state)
+    assert int(state.count) == 1
+    assert_equal(back, theirs.opt_state)
+
+
 def test_nnx_split_and_merge_with_flat_params():
     with standard_promotion():
         reference, module = Small(), Small()

@@ -139,7 +139,12 @@ FAST = ("adamw",)
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(c.name, marks=() if c.name in FAST else pytest.mark.slow) for c in OPTIMIZERS if c.twin is not None],
+    [
+        pytest.param(c.name, marks=() if c.name in FAST else pytest.mark.slow)
+        for c in OPTIMIZERS
+        # The twin of eps_inside has an eps that means something else, and injects it.
+        if c.twin is not None and c.name != "adamw_eps_inside"
+    ],
 )
 def test_R132_a_run_that_visits_us_ends_where_the_run_in_optax_does(name):
     params, tx, twin = some_params(), case(name).make(1e-2), case(name).twin(1e-2)

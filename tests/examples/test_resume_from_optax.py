@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from examples import idx, resume_from_optax
+from tests.helpers import standard_promotion
 
 
 @pytest.fixture(scope="module")
@@ -13,7 +14,8 @@ def cache(tmp_path_factory):
 
 def run(cache, tmp_path, *argv):
     args = ["--cache", str(cache), "--plot", str(tmp_path / "new" / "curves.png"), *argv]
-    return resume_from_optax.main(args)
+    with standard_promotion():
+        return resume_from_optax.main(args)
 
 
 @pytest.mark.slow
