@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -108,10 +109,16 @@ def vector_of(opt: Optimizer, vector: jax.Array, values: Mapping[str, Any]) -> j
 
 def _leaves_of(bucket: Bucket, buffer: Any, layout: FlatLayout) -> Leaves:
     members = layout.segments_of(bucket)
-    parts = [buffer] if bucket.solo else pieces_of(bucket, members, layout.align).split(buffer)
+    parts = [buffer] if bucket.solo else _split(buffer, bucket, layout)
     if len(parts) == 1:  # might be the buffer itself
         parts = [jnp.array(parts[0], copy=True)]
     return {s.path: x for s, x in zip(members, parts, strict=True)}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _split(buffer: Any, bucket: Bucket, layout: FlatLayout) -> list[Any]:
+    """One program for all leaves: eagerly each slice of thousands would be compiled for itself."""
+    return pieces_of(bucket, layout.segments_of(bucket), layout.align).split(buffer)
 
 
 def _buffer(

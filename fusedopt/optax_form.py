@@ -12,7 +12,7 @@ import numpy as np
 from fusedopt import optax_nodes as _nodes
 from fusedopt.by_path import Leaves, exported, installed, leaves_by_path, nested, tree_of, unwrapped, vector_of
 from fusedopt.optimizer import Optimizer
-from fusedopt.packing import slot_dtype
+from fusedopt.packing import FlatParams, slot_dtype
 from fusedopt.paths import Path, show
 from fusedopt.rules import Adam, Lars, Lion
 from fusedopt.state import FusedState, live_buckets
@@ -141,11 +141,15 @@ def _state(opt: Optimizer, optax_state: Any, params: Any, extras: Any, fresh: Se
     stored = dict(given.get("hyperparams", {}))
     for h, own in zip(opt.hyperparams.items, vector, strict=True):
         if h.is_constant and h.name in injected:
-            value = jnp.asarray(injected[h.name])
-            same = value == jnp.asarray(h.value, value.dtype)  # then ours has more digits
-            one = jnp.ones((), vector.dtype)
+            value, one = jnp.asarray(injected[h.name]), jnp.ones((), vector.dtype)
             new = one - value.astype(vector.dtype) if h.decay else value.astype(vector.dtype)
-            stored[h.name] = jnp.where(same, jnp.asarray(stored.get(h.name, own), vector.dtype), new)
+            for kept in (
+                own,
+                jnp.asarray(stored.get(h.name, own), vector.dtype),
+            ):  # if it is one of them, with its digits
+                public = one - kept if h.decay else kept
+                new = jnp.where(public.astype(value.dtype) == value, kept, new)
+            stored[h.name] = new
     given["hyperparams"] = stored
     if opt.hyperparams.items and "learning_rate" not in stored:
         before = jnp.maximum(jnp.asarray(given.get("count", 0), jnp.int32) - 1, 0)
@@ -153,7 +157,8 @@ def _state(opt: Optimizer, optax_state: Any, params: Any, extras: Any, fresh: Se
     rates = _rates_outside(opt, layout, opt.hyperparams.read(vector_of(opt, vector, stored)))
     exact: Leaves = leaves_by_path((extras or {}).get("mu", {}))
     if isinstance(opt.rule, Lars):
-        given["mu"] = {p: -jnp.asarray(x) for p, x in given["mu"].items()}
+        live = {s.path for b in live_buckets(layout) for s in layout.segments_of(b)}
+        given["mu"] = {p: -jnp.asarray(x) if p in live else x for p, x in given["mu"].items()}
         for path in (p for p in rates if p in given["mu"]):
             given["mu"][path] = _without(rates[path], given["mu"][path], exact.get(path))
     return installed(opt, params, given, fresh, "optax_state")
@@ -187,7 +192,7 @@ def _without(rate: Any, velocity: Any, exact: Any) -> Any:
 
 def _fitting(master: Leaves, params: Any) -> Leaves:
     """Master weights, made anew wherever they do not round to the parameters."""
-    tree = params.tree if hasattr(params, "tree") else params
+    tree = params.tree if isinstance(params, FlatParams) else params
     out = {}
     for path, p in leaves_by_path(tree).items():
         if path in master and jnp.shape(p) == jnp.shape(master[path]):

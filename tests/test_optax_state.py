@@ -272,8 +272,12 @@ def test_injected_hyperparameters_are_taken_over_and_keep_their_digits():
     assert float(tx.hyperparams(ours)["learning_rate"]) == 0.25
     # float32(1) - float32(0.999) is 0.00099998713, which is not what optax.adamw(1e-2) means.
     assert float(ours.hyperparams[tx.optimizer.hyperparams.names().index("b2")]) == pytest.approx(1e-3, rel=1e-7)
-    back, _ = fusedopt.to_optax_state(tx, ours, params, like=state)
+    back, extras = fusedopt.to_optax_state(tx, ours, params, like=state)
     assert float(back.hyperparams["learning_rate"]) == 0.25
+    assert_equal(fusedopt.from_optax_state(tx, back, params, extras), ours)
+    back.hyperparams["learning_rate"] = jnp.float32(1e-2)  # changed in optax, to the number that `tx` was made with
+    ours = fusedopt.from_optax_state(tx, back, params, extras)
+    assert float(tx.hyperparams(ours)["learning_rate"]) == np.float32(1e-2)
 
 
 def test_master_weights_that_optax_has_left_behind_are_made_anew():
@@ -288,6 +292,15 @@ def test_master_weights_that_optax_has_left_behind_are_made_anew():
         "w"
     ]
     np.testing.assert_array_equal(got, np.float32([[2, 1.001], [1.001, 1.001]]))
+
+
+def test_leaves_that_are_carried_along_have_no_moments_to_convert():
+    params = {"w": jnp.ones((2, 2)), "n": jnp.int32(1), "flag": jnp.bool_(True), "none": None}
+    tx = fusedopt.lars(0.1)
+    state = padded_like(tx.init(params), params, tx)
+    optax_state, extras = fusedopt.to_optax_state(tx, state, params)
+    assert jax.tree.structure(optax_state[3].trace) == jax.tree.structure(params)
+    assert_equal(fusedopt.from_optax_state(tx, optax_state, params, extras), state)
 
 
 def test_velocities_of_paper_lars_become_those_of_optax_and_come_back():
