@@ -35,6 +35,10 @@ class FlatParams:
     mapped over them must map 0 to 0, because padding between the leaves must stay zero: noise and
     g/|g| belong on trees.
 
+    flax.serialization stores the tree that they hold and restores it into any layout, a ValueError naming a leaf that does
+    not fit. Orbax stores the buffers, under names that end in the layout's fingerprint, and refuses to restore them into
+    another layout; pickle keeps the layout.
+
     Attributes:
       buckets: arrays, one for each of ``layout.buckets``. Padding is zero.
       rest: leaves that are carried along: integers, booleans, random keys.
