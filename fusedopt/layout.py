@@ -119,6 +119,37 @@ class FlatLayout:
         text = repr((str(self.treedef), places, self.buckets, self.others, sorted(self.absent), self.align))
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """8 hex digits that say which leaf lies where, and nothing of groups: checkpoints of `FlatParams` carry it."""
+        places = [(s.path, s.shape, s.dtype.name, s.bucket, s.offset) for s in self.segments]
+        text = repr((places, [b.shape for b in self.buckets], len(self.others) - len(self.absent)))
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+    def difference(self, other: FlatLayout) -> str:
+        """How the places of leaves differ in words, naming the first few leaves; "" if they lie alike.
+
+        Args:
+          other: the layout to compare with; the text calls this one the first and `other` the second.
+        """
+        ours, theirs = ({s.path: s for s in layout.segments} for layout in (self, other))
+        found = [f"`{show(p)}` only in the first" for p in ours if p not in theirs]
+        found += [f"`{show(p)}` only in the second" for p in theirs if p not in ours]
+        for path, s in ours.items():
+            t = theirs.get(path, s)
+            here, there = self.buckets[s.bucket], other.buckets[t.bucket]
+            if (s.shape, s.dtype) != (t.shape, t.dtype):
+                found.append(f"`{show(path)}` is {s.dtype} {s.shape} in the first, {t.dtype} {t.shape} in the second")
+            elif (s.bucket, s.offset) != (t.bucket, t.offset):
+                found.append(
+                    f"`{show(path)}` begins at element {s.offset} of `{here.name}` in the first, "
+                    f"at {t.offset} of `{there.name}` in the second"
+                )
+        for b, c in zip(self.buckets, other.buckets):
+            if b.shape != c.shape:
+                found.append(f"bucket `{b.name}` has shape {b.shape} in the first, `{c.name}` {c.shape} in the second")
+        return "; ".join(found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else "")
+
     def __hash__(self) -> int:
         return int.from_bytes(self.digest[:8], "little")
 

@@ -49,7 +49,11 @@ def open_operands(opt: Optimizer, grads: Any, params: Any) -> tuple[FlatLayout, 
         )
     if flat[0]:
         if params is not None and grads.layout != params.layout:
-            raise ValueError(f"`grads` have layout {grads.layout!r}, `params` {params.layout!r}")
+            difference = grads.layout.difference(params.layout) or "the same places in other trees"
+            raise ValueError(
+                f"`grads` have layout {grads.layout!r}, `params` {params.layout!r}: {difference} "
+                "(fusedopt.repack moves parameters and states to another layout)"
+            )
         layout = opt.adapt(grads if params is None else params)
         pair = [None if x is None else Operands(list(x.buckets), [], x, None) for x in (grads, params)]
         for name, x in zip(("grads", "params"), pair, strict=True):

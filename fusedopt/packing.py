@@ -12,6 +12,7 @@ import numpy as np
 import pallas_kernels
 from fusedopt import layout as _layout
 from fusedopt import paths as _paths
+from fusedopt import serialization
 from fusedopt.grouping import place
 from fusedopt.layout import Bucket, FlatLayout, Packing, Segment
 from fusedopt.paths import show
@@ -34,6 +35,10 @@ class FlatParams:
     mapped over them must map 0 to 0, because padding between the leaves must stay zero: noise and
     g/|g| belong on trees.
 
+    flax.serialization stores the tree that they hold and restores it into any layout, a ValueError naming a leaf that does
+    not fit. Orbax stores the buffers, under names that end in the layout's fingerprint, and refuses to restore them into
+    another layout; pickle keeps the layout.
+
     Attributes:
       buckets: arrays, one for each of ``layout.buckets``. Padding is zero.
       rest: leaves that are carried along: integers, booleans, random keys.
@@ -44,9 +49,12 @@ class FlatParams:
 
     def __init__(self, buckets: Sequence[Any], rest: Sequence[Any], layout: FlatLayout):
         self.buckets, self.rest, self.layout = tuple(buckets), tuple(rest), layout
+        serialization.register()
 
     def tree_flatten_with_keys(self):
-        names = [b.name for b in self.layout.buckets]
+        # Checkpoint libraries store buffers by these names. With the fingerprint of the layout in them, buffers of
+        # another layout are refused even if their shapes fit.
+        names = [f"{b.name}@{self.layout.fingerprint}" for b in self.layout.buckets]
         names += [f"other.{i}" for i in range(len(self.rest))]
         keys = map(jax.tree_util.DictKey, names)
         return tuple(zip(keys, (*self.buckets, *self.rest), strict=True)), self.layout
@@ -76,6 +84,12 @@ class FlatParams:
         for i in self.layout.others:
             leaves[i] = None if i in self.layout.absent else next(carried)
         return self.layout.treedef.unflatten(leaves)
+
+    def __getitem__(self, key: Any) -> Any:
+        """``flat.tree[key]``: a part of the tree by its top-level key; take ``.tree`` once for many."""
+        return self.tree[key]
+
+    __iter__ = None  # or Python would count through __getitem__
 
     def __contains__(self, key: object) -> bool:
         """Whether `key` is a top-level key of the tree (Flax asks this of its params)."""

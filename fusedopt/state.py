@@ -18,7 +18,8 @@ class FusedState(NamedTuple):
     """State of a fusedopt optimizer: arrays only, so that every checkpoint library takes it.
 
     Slots are tuples with one buffer for each bucket that is not frozen, in layout order; fields
-    that an optimizer does not use are ``()``.
+    that an optimizer does not use are ``()``. Buffers hold no names: `to_optax_state` gives them by
+    path, `check_restored` looks at buffers out of a checkpoint.
     """
 
     count: Any  # int32 []: finite steps taken

@@ -276,11 +276,12 @@ def test_pack_with_and_without_tx_agree_for_the_default_groups():
 # -------------------------------------------------------------------------------- as an object
 
 
-def test_keys_are_the_names_of_the_buckets():
+def test_keys_are_the_names_of_the_buckets_and_the_fingerprint_of_the_layout():
     flat = fusedopt.pack({**filled(SHAPES), "n": jnp.int32(1)}, packing=PACKING)
     entries, _ = jax.tree_util.tree_flatten_with_path(flat)
-    assert [str(k[0].key) for k, _ in entries] == [b.name for b in flat.layout.buckets] + ["other.0"]
-    assert "weight.float32.big" in {k[0].key for k, _ in entries}
+    mark = "@" + flat.layout.fingerprint
+    assert [str(k[0].key) for k, _ in entries] == [b.name + mark for b in flat.layout.buckets] + ["other.0"]
+    assert "weight.float32.big" + mark in {k[0].key for k, _ in entries}
 
 
 def test_in_repr_and_pickle():

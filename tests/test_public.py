@@ -33,15 +33,20 @@ PUBLIC = [
     "FusedTransformation",
     "Group",
     "Packing",
+    "TrainState",
     "adam",
     "adamw",
     "chain",
+    "check_restored",
+    "from_optax_state",
     "has_nan",
     "lamb",
     "lars",
     "lion",
     "pack",
+    "repack",
     "sgd",
+    "to_optax_state",
     "warmup_cosine",
     "weight_mask",
 ]
@@ -49,7 +54,10 @@ PUBLIC = [
 
 def test_the_public_names_are_these():
     submodules = {n for n, v in vars(fusedopt).items() if inspect.ismodule(v)}
-    assert sorted(n for n in vars(fusedopt) if not n.startswith("_") and n not in submodules) == PUBLIC
+    lazy = {"TrainState"}  # needs Flax
+    assert sorted(lazy | {n for n in vars(fusedopt) if not n.startswith("_") and n not in submodules}) == PUBLIC
+    assert sorted(fusedopt.__all__) == PUBLIC
+    assert set(PUBLIC) <= set(dir(fusedopt))
 
 
 @pytest.mark.parametrize("name", PUBLIC)
