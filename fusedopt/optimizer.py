@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fusedopt import layout as _layout
+from fusedopt import layout_builder
 from fusedopt import paths as _paths
 from fusedopt.grouping import Group, Placement, is_callable_mask, mask_flags, place
 from fusedopt.hyperparams import Hyperparams
@@ -85,7 +85,7 @@ class Optimizer:
 
     def layout_of(self, tree: _paths.Flattened, name: str, packing: Packing | None = None) -> FlatLayout:
         """The layout of a tree under this optimizer's groups and masks, cached."""
-        leaves = _layout.leaf_descriptions(tree, name)
+        leaves = layout_builder.leaf_descriptions(tree, name)
         masks = tuple(
             self._mask_flags(mask, argument, tree.source, tree.paths, leaves)
             for mask, argument in ((self.decay_mask, self.mask_argument), (self.trust_mask, "trust_ratio_mask"))
@@ -97,7 +97,7 @@ class Optimizer:
             self._remember(
                 self._layouts,
                 key,
-                _layout.build(
+                layout_builder.build(
                     tree.treedef,
                     names,
                     leaves,
@@ -139,7 +139,7 @@ class Optimizer:
                 flags(self.trust_mask, "trust_ratio_mask"),
             )
         )
-        self._remember(self._layouts, layout, _layout.relabelled(layout, placements))
+        self._remember(self._layouts, layout, layout_builder.relabelled(layout, placements))
         return self._layouts[layout]
 
     def _mask_flags(self, mask, argument, tree, paths, leaves):

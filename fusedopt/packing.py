@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels
-from fusedopt import layout as _layout
+from fusedopt import layout_builder, serialization
 from fusedopt import paths as _paths
-from fusedopt import serialization
 from fusedopt.grouping import place
 from fusedopt.layout import Bucket, FlatLayout, Packing, Segment
 from fusedopt.paths import show
@@ -142,8 +141,8 @@ def pack_whole(leaves: Sequence[Any], bucket: Bucket, layout: FlatLayout) -> jax
 
 
 def _default_layout(flat: _paths.Flattened, packing: Packing) -> FlatLayout:
-    leaves, names = _layout.leaf_descriptions(flat, "params"), flat.paths()
-    return _layout.build(flat.treedef, names, leaves, place(names, leaves), (), packing)
+    leaves, names = layout_builder.leaf_descriptions(flat, "params"), flat.paths()
+    return layout_builder.build(flat.treedef, names, leaves, place(names, leaves), (), packing)
 
 
 def gather(leaves: Sequence[Any], bucket: Bucket, members: Sequence[Segment], row: int) -> Any:
