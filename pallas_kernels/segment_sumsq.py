@@ -114,7 +114,7 @@ def segment_sumsq(
     sums = _launcher("pieces" if pieces else chosen)(call, scalars, arrays)
     if pieces:
         table = tiling.segments(sizes, tiling.BLOCK)
-    total = _add_all(sums) if solo else _add_rows(sums, table.tree)
+    total = _add_all(sums) if solo else add_rows(sums, table.tree)
     return SumSq(*jnp.moveaxis(total.reshape(terms, 3, len(sizes)), 1, 0))
 
 
@@ -149,8 +149,8 @@ def _launcher(backend: str) -> Callable[..., jax.Array]:
     return launcher
 
 
-def _add_rows(sums: jax.Array, tree: Sequence[np.ndarray]) -> jax.Array:
-    """(n, rows) -> (n, S). Gathers and pairwise adds: no atomics, no order that the compiler could choose."""
+def add_rows(sums: jax.Array, tree: Sequence[np.ndarray]) -> jax.Array:
+    """(n, rows) -> (n, S), by `tiling.Segments.tree`. Gathers and pairwise adds: no atomics, no order that the compiler could choose."""
     for table in tree:
         sums = add_nodes(sums, table)
     return sums

@@ -1,0 +1,282 @@
+"""ZeRO-1: one shard of the optimizer's state on each device, parameters on all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+from fusedopt.layout import FlatLayout
+from fusedopt.operands import Operands, close_operands, open_operands
+from fusedopt.optimizer import Optimizer
+from fusedopt.packing import FlatParams, pack, slot_dtype
+from fusedopt.scalars import callers_flag
+from fusedopt.shards import Shards, check_whole, varying
+from fusedopt.state import FusedState, check_state
+from fusedopt.transformation import FusedTransformation, _own_state
+from fusedopt.update import step
+
+
+def zero1(tx: FusedTransformation, mesh: Mesh, axis: str = "data") -> Zero1Transformation:
+    """The optimizer with its state in equal shards over a mesh axis: slots, averages and master weights.
+
+    Each device updates its own part of the parameters, and one all-gather for each bucket makes them whole again:
+
+    ```python
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), jax.make_mesh((jax.device_count(),), ("data",)))
+    flat = jax.device_put(fusedopt.pack(params, tx), jax.NamedSharding(tx.mesh, jax.P()))
+    state = tx.init(flat)
+    train_step = tx.train_step(loss_fn)  # loss_fn(params, batch) is the mean over a batch
+    flat, state, loss = train_step(flat, state, batch)
+    ```
+
+    The step is used in one of three ways. All give what one device gives; meshes may be Auto or Explicit.
+
+    * ``tx.train_step(loss_fn)``: the whole step, with a reduce-scatter of the gradients and an all-gather of the parameters
+      for each bucket. Each device differentiates the loss of its part of the batch.
+    * ``tx.apply(grads, state, params)`` or ``tx.update`` under jit, where every device has the same whole gradients (JAX
+      has summed them): a drop-in for another fused optimizer, without the reduce-scatter.
+    * The same in your own shard_map over `axis`, with local gradients of parameters that every device has whole, and the
+      state by ``tx.specs(state)``: what `train_step` does. The mean over devices is taken in float32 or wider. Under
+      check_vma=True differentiate with respect to ``jax.lax.pcast(params, axis, to="varying")``: gradients of replicated
+      parameters arrive there summed over devices, and are refused.
+
+    Use `pack` with this optimizer and keep the parameters as FlatParams; trees work, and are packed in every step.
+    Everything is packed, whatever the size of leaves, and buckets end at multiples of ``axis size * 1024`` elements.
+
+    Norms (LARS, LAMB, `clip_norm`) are of whole leaves: row sums are gathered and added in one order, whatever the number
+    of devices. A skipped step is skipped on all devices. Transformations in front of it (`fusedopt.chain`) see local
+    gradients inside a shard_map: clip by `clip_norm` there.
+
+    Args:
+      tx: an optimizer made by fusedopt; not a chain, which belongs around: ``chain(front, zero1(adamw(1e-3), mesh))``.
+      mesh: of all devices that hold parameters. Over its other axes everything is replicated.
+      axis: over which the state is sharded.
+
+    Returns:
+      A `FusedTransformation` with ``train_step``, ``specs``, ``place``, ``mesh`` and ``axis``. Its state is a `FusedState`
+      whose buffers have ``NamedSharding(mesh, P(axis))``; everything else in it is replicated.
+
+    Raises:
+      TypeError: `tx` is not of fusedopt, or a chain, or already sharded; `mesh` is no mesh.
+      ValueError: `mesh` has no axis `axis`. By init, apply and update: parameters or gradients that are sharded (as far as
+        types tell: not inside a jit over an Auto mesh), FlatParams packed for other devices, gradients that are None,
+        state that is not of these shards.
+    """
+    if not isinstance(tx, FusedTransformation) or tx._find_state is not _own_state:
+        got = "a fusedopt.chain" if isinstance(tx, FusedTransformation) else type(tx).__name__
+        raise TypeError(
+            f"`tx`: expected an optimizer made by fusedopt, got {got}; a chain goes around zero1, not into it"
+        )
+    if isinstance(tx, Zero1Transformation):
+        raise TypeError("`tx`: expected an optimizer that is not sharded, got one made by fusedopt.zero1")
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"`mesh`: expected a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if axis not in mesh.axis_names:
+        raise ValueError(f"`axis`: expected one of the axes of the mesh, {mesh.axis_names}, got {axis!r}")
+    shards = Shards(axis, mesh.shape[axis])
+    packing = dataclasses.replace(tx.optimizer.packing, solo_from=None, shards=shards.count)
+    opt = dataclasses.replace(tx.optimizer, packing=packing, _layouts={}, _seen={})
+    return Zero1Transformation(opt, mesh, shards)
+
+
+class Zero1Transformation(FusedTransformation):
+    """What `zero1` returns; see there.
+
+    Attributes:
+      mesh, axis: as given.
+    """
+
+    def __new__(cls, opt: Optimizer, mesh: Mesh, shards: Shards):
+        def bound(name: str) -> Callable[..., Any]:
+            return lambda *args, **kwargs: getattr(self, name)(*args, **kwargs)
+
+        def update(grads: Any, state: FusedState, params: Any = None, **extra: Any):
+            return self._step(grads, state, params, extra, False)
+
+        def apply(grads: Any, state: FusedState, params: Any, **extra: Any):
+            return self._step(grads, state, params, extra, True)
+
+        init, put = bound("_init"), lambda _, new: new
+        self = super().__new__(cls, init, update, apply, opt, find_state=_own_state, put_state=put)
+        self.mesh, self.axis, self._shards = mesh, shards.axis, shards
+        self._local = dataclasses.replace(opt, shards=shards, _layouts={}, _seen={})
+        self._jitted_init = jax.jit(self._sharded_init)
+        self._jitted = jax.jit(self._sharded, static_argnums=(4, 5))
+        return self
+
+    def specs(self, state: FusedState) -> FusedState:
+        """PartitionSpecs of a state (arrays or abstract), for the in_specs and out_specs of a shard_map."""
+        names = self.optimizer.buffer_names
+        return jax.tree_util.tree_map_with_path(lambda path, _: P(self.axis) if path[0].name in names else P(), state)
+
+    def place(self, state: FusedState) -> FusedState:
+        """A whole state, out of a checkpoint or from `from_optax_state` or `repack`, put where it belongs."""
+        return jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state)))
+
+    def train_step(
+        self, loss_fn: Callable[..., Any], *, has_aux: bool = False, batch_spec: Any = None, donate: bool = True
+    ) -> Callable[..., tuple]:
+        """The whole step as one jitted function: gradients, reduce-scatter, update of the shards, all-gather.
+
+        Gradients are local because the function makes them: nothing can count them once for each device.
+
+        Args:
+          loss_fn: ``loss_fn(params, *batch) -> loss``, 0-d, a mean over its batch; with `has_aux`, ``(loss, aux)``. It gets
+            the tree, and is run on each device for its part of the batch; collectives over `axis` work in it.
+          has_aux: whether it returns more; `aux` is a pytree of floating point arrays, averaged over devices.
+          batch_spec: PartitionSpec of each array of a batch, or a pytree prefix for the tuple of them; None: P(axis), parts
+            along their first dimension.
+          donate: whether the step takes the memory of the parameters and the state given to it.
+
+        Returns:
+          ``train_step(params, state, *batch, **extra) -> (params, state, loss)``, or ``(params, state, loss, aux)``.
+          `params` are FlatParams or a tree; `extra` is that of `apply`: numbers or 0-d arrays.
+        """
+        batch_spec = P(self.axis) if batch_spec is None else batch_spec
+
+        def body(params, state, batch, extra):
+            loss, grads = jax.value_and_grad(
+                lambda p: loss_fn(p.tree if isinstance(p, FlatParams) else p, *batch), has_aux=has_aux, allow_int=True
+            )(params)
+            params, state = self.apply(grads, state, params, **extra)
+            return params, state, jax.tree.map(lambda x: jax.lax.pmean(x, self.axis), loss)
+
+        def run(params, state, batch, extra):
+            self._check_whole(params, "params")
+            specs = self.specs(state)
+            params, state, loss = self._mapped(body, (P(), specs, batch_spec, P()), (P(), specs, P()))(
+                params, state, batch, extra
+            )
+            return (params, state, *(loss if has_aux else (loss,)))
+
+        jitted = jax.jit(run, donate_argnums=(0, 1) if donate else ())
+
+        def train_step(params: Any, state: FusedState, *batch: Any, **extra: Any) -> tuple:
+            self._check_whole(params, "params")
+            return jitted(params, state, batch, {k: v for k, v in extra.items() if v is not None})
+
+        return train_step
+
+    def _mapped(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        # Not check_vma: kernels of Pallas take no arrays that vary, by their type, over an axis.
+        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def _init(self, params: Any) -> FusedState:
+        if type(params).__name__ == "_ParamsPlaceholder":
+            return self.optimizer.init(params)
+        if self._inside():
+            raise ValueError("`init` inside a shard_map: make the state outside, and pass it by tx.specs(state)")
+        self._check_whole(params, "params")
+        flat = params if isinstance(params, FlatParams) else pack(params, self)
+        layout = self.optimizer.adapt(flat)
+        state = self._jitted_init(FlatParams(flat.buckets, (), layout))
+        self.optimizer.remember(state, layout)
+        return state
+
+    def _sharded_init(self, flat: FlatParams) -> FusedState:
+        self._shards.layout_of(flat.layout)
+        specs = self.specs(jax.eval_shape(self.optimizer.init, flat))
+        return self._mapped(lambda flat: self._local.init(self._own(flat)), P(), specs)(flat)
+
+    def _step(self, grads: Any, state: FusedState, params: Any, extra: Mapping[str, Any], in_place: bool):
+        opt = self.optimizer
+        if params is None and (in_place or opt.needs_params):
+            raise ValueError("`params` are needed by this optimizer: call update(grads, state, params)")
+        self._check_whole(grads, "grads")
+        self._check_whole(params, "params")
+        layout, g, p = open_operands(opt, grads, params)
+        local_layout = self._shards.layout_of(layout)
+        inside = self._inside()
+        self._check_state(state, layout, local_layout, inside)
+        known = {"loss_scale", "has_nan", *opt.hyperparams.names(), *opt.hyperparams.absent}
+        extra = {k: v for k, v in extra.items() if k in known and v is not None}
+        # For its errors: what is a number here is an array in there.
+        opt.hyperparams.resolve(state.hyperparams, state.count, extra)
+        whole_g, whole_p = self._whole(layout, g, "grads"), None if p is None else self._whole(layout, p, "params")
+        if inside:
+            buckets, state = self._own_step(whole_g, state, whole_p, extra, in_place, local_gradients=True)
+        else:
+            numbers = {k: v for k, v in extra.items() if isinstance(v, (bool, int, float))}
+            arrays = {k: v for k, v in extra.items() if k not in numbers}
+            buckets, state = self._jitted(whole_g, state, whole_p, arrays, tuple(sorted(numbers.items())), in_place)
+            opt.remember(state, layout)
+        new = []
+        for i, (b, x) in enumerate(zip(layout.buckets, buckets, strict=True)):
+            if b.frozen:
+                x = p.buckets[i] if in_place else None
+            elif isinstance(g.buckets[i], pallas_kernels.Pieces):
+                x = g.buckets[i].replaced(g.buckets[i].split(x), x.dtype)
+            new.append(x)
+        return close_operands(layout, new, g, p, in_place), state
+
+    def _sharded(self, g, state, p, arrays, numbers, in_place):
+        def body(g, state, p, arrays):
+            return self._own_step(g, state, p, {**arrays, **dict(numbers)}, in_place, local_gradients=False)
+
+        specs = self.specs(state)
+        return self._mapped(body, (P(), specs, P(), P()), (P(), specs))(g, state, p, arrays)
+
+    def _own_step(self, g, state, p, extra, in_place, *, local_gradients):
+        """One device's part of a step: ``(whole buckets, None where frozen; state of this shard)``."""
+        shards, layout = self._shards, g.layout
+        local_layout = shards.layout_of(layout)
+        if local_gradients:
+            self._check_local(g)
+            if extra.get("has_nan") is not None:  # of these gradients alone
+                extra = {**extra, "has_nan": jax.lax.psum(callers_flag(extra["has_nan"]).astype("int32"), shards.axis)}
+            own_g = FlatParams([shards.mean_shard(x, slot_dtype(x.dtype)) for x in g.buckets], (), local_layout)
+        else:
+            own_g = self._own(g)
+        new, state = step(self._local, own_g, state, None if p is None else self._own(p), extra, in_place)
+        frozen = [b.frozen for b in layout.buckets]
+        return [None if f else shards.whole(x) for f, x in zip(frozen, new.buckets, strict=True)], state
+
+    def _own(self, flat: FlatParams) -> FlatParams:
+        return FlatParams(map(self._shards.own, flat.buckets), (), self._shards.layout_of(flat.layout))
+
+    def _whole(self, layout: FlatLayout, operands: Operands, name: str) -> FlatParams:
+        """Gradients or parameters as one array a bucket."""
+        buckets = []
+        for b, x in zip(layout.buckets, operands.buckets, strict=True):
+            if isinstance(x, pallas_kernels.Pieces) and x.absent:
+                raise ValueError(
+                    f"`{name}`: None in bucket `{b.name}`; under zero1 every leaf needs a gradient, or freeze it"
+                )
+            buckets.append(jax.numpy.zeros(b.shape, b.dtype) if x is None else pallas_kernels.join(x))
+        return FlatParams(buckets, (), layout)
+
+    def _inside(self) -> bool:
+        """Whether this is called inside a shard_map over the axis."""
+        return self.axis in jax.sharding.get_abstract_mesh().manual_axes
+
+    def _check_whole(self, tree: Any, name: str) -> None:
+        check_whole(tree, name)
+
+    def _check_local(self, g: FlatParams) -> None:
+        if not self._shards.checked():
+            return  # nothing is summed unasked there
+        for b, x in zip(g.layout.buckets, g.buckets, strict=True):
+            if self.axis not in varying(x):
+                raise ValueError(
+                    f"`grads` bucket `{b.name}`: got gradients that are the same on all devices of axis {self.axis!r}, "
+                    "expected local ones. Under check_vma=True gradients of replicated parameters are summed already, "
+                    f"{self._shards.count} times too large for a mean: differentiate with respect to jax.lax.pcast(params, "
+                    f'{self.axis!r}, to="varying"), or use tx.train_step, or shard_map with check_vma=False'
+                )
+
+    def _check_state(self, state: FusedState, layout: FlatLayout, local: FlatLayout, inside: bool) -> None:
+        if inside and isinstance(state, FusedState) and self._shards.count > 1:
+            shapes = {b.shape for b in layout.buckets} - {b.shape for b in local.buckets}
+            for name in self.optimizer.buffer_names:
+                if any(jax.numpy.shape(x) in shapes for x in getattr(state, name)):
+                    raise ValueError(
+                        f"`state.{name}`: got whole buffers inside a shard_map, expected the shards of this device: pass the "
+                        "state with in_specs and out_specs of tx.specs(state)"
+                    )
+        check_state(self.optimizer, state, local if inside else layout)
