@@ -61,7 +61,9 @@ class Shards:
         Padding counts, and must be zero where `fn` makes zero of zeros: it is, in every buffer of this library.
         """
         rows = arrays[0].size // row
-        own = pallas_kernels.segment_sumsq(fn, scalars, arrays, [row] * rows, row=row, backend=backend, name=name)
+        own = pallas_kernels.segment_sumsq(
+            fn, scalars, arrays, [row] * rows, row=row, backend=backend, name=name, parts=self.count
+        )
         sums = self.whole(jnp.concatenate(own), axis=1)
         table = segments(tuple(map(int, sizes)), row)
         total = add_rows(sums[:, : table.rows], table.tree)
