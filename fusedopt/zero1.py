@@ -16,7 +16,7 @@ from fusedopt.operands import Operands, close_operands, open_operands
 from fusedopt.optimizer import Optimizer
 from fusedopt.packing import FlatParams, pack, slot_dtype
 from fusedopt.scalars import callers_flag
-from fusedopt.shards import Shards, check_whole, varying
+from fusedopt.shards import Shards, check_local, check_shards, check_whole
 from fusedopt.state import FusedState, check_state
 from fusedopt.transformation import FusedTransformation, _own_state
 from fusedopt.update import step
@@ -93,8 +93,8 @@ class Zero1Transformation(FusedTransformation):
     """
 
     def __new__(cls, opt: Optimizer, mesh: Mesh, shards: Shards):
-        def bound(name: str) -> Callable[..., Any]:
-            return lambda *args, **kwargs: getattr(self, name)(*args, **kwargs)
+        def init(params: Any) -> FusedState:
+            return self._init(params)
 
         def update(grads: Any, state: FusedState, params: Any = None, **extra: Any):
             return self._step(grads, state, params, extra, False)
@@ -102,8 +102,7 @@ class Zero1Transformation(FusedTransformation):
         def apply(grads: Any, state: FusedState, params: Any, **extra: Any):
             return self._step(grads, state, params, extra, True)
 
-        init, put = bound("_init"), lambda _, new: new
-        self = super().__new__(cls, init, update, apply, opt, find_state=_own_state, put_state=put)
+        self = super().__new__(cls, init, update, apply, opt, find_state=_own_state, put_state=lambda _, new: new)
         self.mesh, self.axis, self._shards = mesh, shards.axis, shards
         self._local = dataclasses.replace(opt, shards=shards, _layouts={}, _seen={})
         self._jitted_init = jax.jit(self._sharded_init)
@@ -118,6 +117,10 @@ class Zero1Transformation(FusedTransformation):
     def place(self, state: FusedState) -> FusedState:
         """A whole state, out of a checkpoint or from `from_optax_state` or `repack`, put where it belongs."""
         return jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state)))
+
+    def check_params(self, params: Any) -> None:
+        """Raises ValueError for parameters that are sharded, naming a leaf; `pack` asks, for packing would gather them."""
+        check_whole(params, "params")
 
     def train_step(
         self, loss_fn: Callable[..., Any], *, has_aux: bool = False, batch_spec: Any = None, donate: bool = True
@@ -148,7 +151,7 @@ class Zero1Transformation(FusedTransformation):
             return params, state, jax.tree.map(lambda x: jax.lax.pmean(x, self.axis), loss)
 
         def run(params, state, batch, extra):
-            self._check_whole(params, "params")
+            check_whole(params, "params")
             specs = self.specs(state)
             params, state, loss = self._mapped(body, (P(), specs, batch_spec, P()), (P(), specs, P()))(
                 params, state, batch, extra
@@ -158,7 +161,7 @@ class Zero1Transformation(FusedTransformation):
         jitted = jax.jit(run, donate_argnums=(0, 1) if donate else ())
 
         def train_step(params: Any, state: FusedState, *batch: Any, **extra: Any) -> tuple:
-            self._check_whole(params, "params")
+            check_whole(params, "params")
             return jitted(params, state, batch, {k: v for k, v in extra.items() if v is not None})
 
         return train_step
@@ -172,7 +175,7 @@ class Zero1Transformation(FusedTransformation):
             return self.optimizer.init(params)
         if self._inside():
             raise ValueError("`init` inside a shard_map: make the state outside, and pass it by tx.specs(state)")
-        self._check_whole(params, "params")
+        check_whole(params, "params")
         flat = params if isinstance(params, FlatParams) else pack(params, self)
         layout = self.optimizer.adapt(flat)
         state = self._jitted_init(FlatParams(flat.buckets, (), layout))
@@ -188,12 +191,12 @@ class Zero1Transformation(FusedTransformation):
         opt = self.optimizer
         if params is None and (in_place or opt.needs_params):
             raise ValueError("`params` are needed by this optimizer: call update(grads, state, params)")
-        self._check_whole(grads, "grads")
-        self._check_whole(params, "params")
+        check_whole(grads, "grads")
+        check_whole(params, "params")
         layout, g, p = open_operands(opt, grads, params)
         local_layout = self._shards.layout_of(layout)
         inside = self._inside()
-        self._check_state(state, layout, local_layout, inside)
+        check_shards(opt, state, layout, local_layout) if inside else check_state(opt, state, layout)
         known = {"loss_scale", "has_nan", *opt.hyperparams.names(), *opt.hyperparams.absent}
         extra = {k: v for k, v in extra.items() if k in known and v is not None}
         # For its errors: what is a number here is an array in there.
@@ -227,7 +230,7 @@ class Zero1Transformation(FusedTransformation):
         shards, layout = self._shards, g.layout
         local_layout = shards.layout_of(layout)
         if local_gradients:
-            self._check_local(g)
+            check_local(shards, g)
             if extra.get("has_nan") is not None:  # of these gradients alone
                 extra = {**extra, "has_nan": jax.lax.psum(callers_flag(extra["has_nan"]).astype("int32"), shards.axis)}
             own_g = FlatParams([shards.mean_shard(x, slot_dtype(x.dtype)) for x in g.buckets], (), local_layout)
@@ -254,29 +257,3 @@ class Zero1Transformation(FusedTransformation):
     def _inside(self) -> bool:
         """Whether this is called inside a shard_map over the axis."""
         return self.axis in jax.sharding.get_abstract_mesh().manual_axes
-
-    def _check_whole(self, tree: Any, name: str) -> None:
-        check_whole(tree, name)
-
-    def _check_local(self, g: FlatParams) -> None:
-        if not self._shards.checked():
-            return  # nothing is summed unasked there
-        for b, x in zip(g.layout.buckets, g.buckets, strict=True):
-            if self.axis not in varying(x):
-                raise ValueError(
-                    f"`grads` bucket `{b.name}`: got gradients that are the same on all devices of axis {self.axis!r}, "
-                    "expected local ones. Under check_vma=True gradients of replicated parameters are summed already, "
-                    f"{self._shards.count} times too large for a mean: differentiate with respect to jax.lax.pcast(params, "
-                    f'{self.axis!r}, to="varying"), or use tx.train_step, or shard_map with check_vma=False'
-                )
-
-    def _check_state(self, state: FusedState, layout: FlatLayout, local: FlatLayout, inside: bool) -> None:
-        if inside and isinstance(state, FusedState) and self._shards.count > 1:
-            shapes = {b.shape for b in layout.buckets} - {b.shape for b in local.buckets}
-            for name in self.optimizer.buffer_names:
-                if any(jax.numpy.shape(x) in shapes for x in getattr(state, name)):
-                    raise ValueError(
-                        f"`state.{name}`: got whole buffers inside a shard_map, expected the shards of this device: pass the "
-                        "state with in_specs and out_specs of tx.specs(state)"
-                    )
-        check_state(self.optimizer, state, local if inside else layout)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import fusedopt
 import pallas_kernels
 from fusedopt import Packing
-from tests.helpers import assert_close, assert_equal, filled, gradients, normal
+from tests.helpers import assert_close, assert_equal, filled, gradients, largest, normal
 
 STEPS = 10
 SHAPES = {
@@ -52,8 +52,8 @@ def start(tx, params=None):
     return flat, tx.init(flat)
 
 
-def batch_on(tx):
-    return jax.device_put(BATCH, NamedSharding(tx.mesh, P(tx.axis)))
+def batch_on(tx, batch=BATCH):
+    return jax.device_put(batch, NamedSharding(tx.mesh, P(tx.axis)))
 
 
 def step_of(tx, mode, loss_fn=loss_fn):
@@ -69,12 +69,12 @@ def step_of(tx, mode, loss_fn=loss_fn):
     return step
 
 
-def run(tx, mode, steps=STEPS, params=None, loss_fn=loss_fn):
+def run(tx, mode, steps=STEPS, params=None, loss_fn=loss_fn, batch=BATCH):
     if hasattr(tx, "mesh"):
-        (flat, state), batch = start(tx, params), batch_on(tx)
+        (flat, state), batch = start(tx, params), batch_on(tx, batch)
     else:
         flat = fusedopt.pack(params_of() if params is None else params, tx, packing=Packing(solo_from=None))
-        state, batch = tx.init(flat), BATCH
+        state = tx.init(flat)
     step = step_of(tx, mode, loss_fn)
     for _ in range(steps):
         flat, state = step(flat, state, *batch)
@@ -91,9 +91,13 @@ def collectives(jitted, *args):
     text = jitted.lower(*args).compile().as_text()
     found = {}
     for line in text.splitlines():
-        match = re.search(r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line)
+        match = re.search(
+            r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line
+        )
         if match:
-            sizes = [np.prod([int(n) for n in dims.split(",") if n]) for dims in re.findall(r"\w\d+\[([\d,]*)\]", match[1])]
+            sizes = [
+                np.prod([int(n) for n in dims.split(",") if n]) for dims in re.findall(r"\w\d+\[([\d,]*)\]", match[1])
+            ]
             if sum(sizes) >= 512:
                 found[match[2]] = found.get(match[2], 0) + 1
     return found
@@ -104,17 +108,13 @@ def collectives(jitted, *args):
 def test_adamw_on_eight_devices_is_that_of_one(kind, mode):
     tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of(8, kind))
     flat, state = run(tx, mode)
-    want, want_state = one_device("adamw")
-    assert_close(flat.tree, want.tree, 1e-6)
+    want, _ = one_device("adamw")
+    # Of the optimizer nothing differs (see the norms below): the sum over the batch is another one.
+    assert largest(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), flat.tree, want.tree)) <= 1e-6
     assert int(state.count) == STEPS
     assert {x.sharding.spec for x in (*state.mu, *state.nu)} == {P("data")}
     assert all(x.sharding.is_fully_replicated for x in (*flat.buckets, state.count, state.hyperparams))
-    assert all(len({s.data.tobytes() for s in map_shards(x)}) == 1 for x in flat.buckets)
-    assert_close(jax.device_get(state.count), want_state.count, 0)
-
-
-def map_shards(x):
-    return [type("Shard", (), {"data": np.asarray(s.data)}) for s in x.addressable_shards]
+    assert all(len({np.asarray(s.data).tobytes() for s in x.addressable_shards}) == 1 for x in flat.buckets)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -149,12 +149,12 @@ def norms(state):
     return [x for x in (state.trust_ratios, state.grad_norm) if not isinstance(x, tuple)]
 
 
-NORMED = {"lars": {}, "lamb": {}, "adamw": {"clip_norm": 0.05}}
+NORMED = {"lars": {}, "lamb": {}, "adamw": {"clip_norm": 0.05}, "adam": {}}
 
 
-@pytest.mark.parametrize("name", NORMED)
+@pytest.mark.parametrize("name", ["lars", *(pytest.param(name, marks=SLOW) for name in ("lamb", "adamw", "adam"))])
 def test_norms_across_shards_have_the_bits_of_one_device(name):
-    """The same gradients to all; those of LARS have the bits of an optimizer that is not sharded, too."""
+    """The same gradients to all; LARS, and rules without norms, have the bits of an optimizer that is not sharded, too."""
     make = functools.partial(getattr(fusedopt, name), 0.1, **NORMED[name])
     shapes = {f"{i}": {"kernel": (37 * (i + 1), 61), "bias": (61,)} for i in range(6)}
     params = filled(shapes)
@@ -171,7 +171,7 @@ def test_norms_across_shards_have_the_bits_of_one_device(name):
         results[n] = jax.device_get((flat.tree, norms(state)))
     assert_equal(results[8], results[1])
     assert_close(results[8], results[0], 1e-6)
-    if name == "lars":
+    if name in ("lars", "adam"):
         assert_equal(results[8], results[0])
 
 
@@ -186,22 +186,26 @@ def test_every_rule_in_both_modes(name, mode):
     assert_close(norms(state), norms(want_state), 1e-5)
 
 
-@pytest.mark.parametrize("mode", [MODES[0], pytest.param(MODES[1], marks=SLOW)])
+def linear_loss(params, x, y):
+    """Whose gradients are exact in bfloat16, although they differ between devices."""
+    parts = [jnp.sum(p.astype(jnp.float32) * (i + 1.0)) for i, p in enumerate(jax.tree.leaves(params))]
+    return jnp.mean(x) * sum(parts)
+
+
+@pytest.mark.parametrize("mode", [pytest.param(MODES[0], marks=SLOW), MODES[1]])
 def test_masters_averages_accumulation_clipping_and_a_frozen_group(mode):
     frozen = fusedopt.Group("frozen", lambda path, leaf: path[0] == "a", frozen=True)
     options = dict(master_weights=True, ema_decay=0.9, clip_norm=0.5, accumulate=2, groups=[frozen])
-    params = params_of(jnp.bfloat16)
+    params, batch = params_of(jnp.bfloat16), (jnp.repeat(jnp.asarray([0.0, 2.0] * 4), 8), jnp.zeros(64))
     tx = fusedopt.zero1(fusedopt.adamw(1e-2, **options), mesh_of())
-    flat, state = run(tx, mode, 6, params)
+    flat, state = run(tx, mode, 6, params, linear_loss, batch)
     plain = fusedopt.adamw(1e-2, **options)
-    want, want_state = run(plain, "jit", 6, params)
+    want, want_state = run(plain, "jit", 6, params, linear_loss, batch)
     assert int(state.count) == 3
     assert_equal(flat.tree["a"], params["a"])
-    # Gradients in bfloat16 are of one device's batch here, of the whole batch there.
-    tolerance = 1e-5 if mode == "jit" else 2e-2
-    assert_close(tx.ema_params(state, flat), plain.ema_params(want_state, want), 1e-2)
-    assert_close(state.grad_norm, want_state.grad_norm, tolerance)
-    assert_close([m[:n.size] for m, n in zip(state.master, want_state.master)], list(want_state.master), tolerance)
+    assert_close(state.grad_norm, want_state.grad_norm, 1e-6)
+    assert_close([m[: n.size] for m, n in zip(state.master, want_state.master)], list(want_state.master), 1e-6)
+    assert_close(tx.ema_params(state, flat).tree, plain.ema_params(want_state, want).tree, 4e-3)
 
 
 def test_r127_eight_to_four_to_one_device_through_a_checkpoint_by_path():
@@ -229,7 +233,7 @@ def test_r127_raw_buffers_move_by_repack(kind):
     eight, four = (fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of(n, kind)) for n in (8, 4))
     flat, state = run(eight, "jit", 2)
     host = jax.device_get((flat, state))
-    with pytest.raises(ValueError, match="of another layout|multiple of 4 devices"):
+    with pytest.raises(ValueError, match=r"of another layout|multiple of 4 devices"):
         four.apply(host[0], host[1], replicated(four, fusedopt.pack(params_of(), four)))
     moved, state = fusedopt.repack(*host, eight, four)
     moved, state = replicated(four, moved), four.place(state)
@@ -300,11 +304,9 @@ def test_r125_sharded_parameters_are_refused_and_never_gathered():
     tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh)
     params = {"w": jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("data"))), "b": jnp.ones(8)}
     message = r"`params` leaf `w`: got an array sharded by .*'data'.*Replicate it.*optax.partition"
-    for refused in (tx.init, lambda p: fusedopt.pack(p, tx), lambda p: tx.apply(p, None, p)):
-        with pytest.raises(ValueError, match="leaf `w`: got an array sharded" if refused is None else "sharded|FusedState"):
+    for refused in (tx.init, lambda p: fusedopt.pack(p, tx), lambda p: tx.apply(p, tx.init(jax.device_get(p)), p)):
+        with pytest.raises(ValueError, match=message.replace("params", "(params|grads)")):
             refused(params)
-    with pytest.raises(ValueError, match=message):
-        tx.init(params)
     flat, state = start(tx)
     cut = jax.device_put(flat, NamedSharding(mesh, P("data")))
     for args in ((flat, state, cut), (cut, state, flat)):
@@ -359,8 +361,10 @@ def test_keywords_of_a_step_under_jit_and_without():
     assert float(tx.hyperparams(tx.set_hyperparams(new, learning_rate=0.5))["learning_rate"]) == 0.5
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("backend", ["triton", pytest.param("mosaic", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [("triton", "train_step"), *(pytest.param(*x, marks=SLOW) for x in (("triton", "jit"), ("mosaic", "jit")))],
+)
 def test_pallas_kernels_inside_the_shard_map(backend, mode):
     if backend == "mosaic" and pallas_kernels.supported_backends()["mosaic"].reason.startswith("needs jax"):
         pytest.skip("mosaic needs a newer jax")
@@ -378,7 +382,6 @@ def test_trees_and_chains_around_it():
     tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
     chained = fusedopt.chain(optax.clip_by_global_norm(0.1), tx)
     params = {**params_of(), "steps": jnp.arange(3)}
-    grads = {**params_of(), "steps": np.zeros(3, jax.dtypes.float0)}
 
     def two(tx, params):
         state = tx.init(params)
@@ -388,7 +391,7 @@ def test_trees_and_chains_around_it():
 
     grads = {**params_of(), "steps": jnp.zeros(3)}
     assert_close(two(chained, replicated(tx, params)), two(plain, params), 1e-6)
-    with pytest.raises(ValueError, match="`grads`: None in bucket `bias.float32`"):
+    with pytest.raises(ValueError, match=r"`grads`: None in bucket `bias.float32`"):
         tx.apply({"w": {"bias": None}}, tx.init({"w": {"bias": jnp.ones(3)}}), {"w": {"bias": jnp.ones(3)}})
 
 
@@ -396,7 +399,7 @@ def test_a_train_step_takes_the_memory_and_averages_what_else_the_loss_returns()
     tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
     flat, state = start(tx)
     step = tx.train_step(lambda p, x: (jnp.mean(p["a"]["bias"]) * jnp.mean(x), {"mean": jnp.mean(x)}), has_aux=True)
-    new, new_state, loss, aux = step(flat, state, jnp.arange(16.0))
+    new, new_state, _, aux = step(flat, state, jnp.arange(16.0))
     np.testing.assert_allclose(aux["mean"], 7.5)
     assert all(x.is_deleted() for x in (*flat.buckets, *state.mu))
     new, new_state, _, _ = step(new, new_state, jnp.arange(16.0))
@@ -408,16 +411,18 @@ def test_what_zero1_does_not_take():
     for wrong in (optax.adam(1e-2), fusedopt.chain(tx), fusedopt.zero1(tx, mesh)):
         with pytest.raises(TypeError, match="`tx`: expected an optimizer"):
             fusedopt.zero1(wrong, mesh)
-    with pytest.raises(TypeError, match="`mesh`: expected a jax.sharding.Mesh, got list"):
+    with pytest.raises(TypeError, match=r"`mesh`: expected a jax.sharding.Mesh, got list"):
         fusedopt.zero1(tx, jax.devices())
     with pytest.raises(ValueError, match=r"`axis`: expected one of the axes of the mesh, \('data',\), got 'model'"):
         fusedopt.zero1(tx, mesh, "model")
-    with pytest.raises(ValueError, match=r"bucket `bias.float32` with leaf `a.bias`: got shape \(1024,\).*multiple of 8 devices"):
+    with pytest.raises(
+        ValueError, match=r"bucket `bias.float32` with leaf `a.bias`: got shape \(1024,\).*multiple of 8 devices"
+    ):
         fusedopt.zero1(tx, mesh).init(fusedopt.pack(params_of(), packing=Packing(solo_from=None)))
     with pytest.raises(ValueError, match="`shards`: expected a positive int, got 0"):
         Packing(shards=0)
     layout = fusedopt.pack(params_of(), packing=Packing(solo_from=None, shards=3)).layout
     assert all(b.size % (3 * 1024) == 0 for b in layout.buckets)
+    sharded = fusedopt.zero1(fusedopt.lars(0.1), mesh)
     with pytest.raises(ValueError, match="`params` are needed"):
-        sharded = fusedopt.zero1(fusedopt.lars(0.1), mesh)
         sharded.update(fusedopt.pack(params_of(), sharded), sharded.init(params_of()))
