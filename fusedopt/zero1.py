@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
@@ -168,7 +168,14 @@ class Zero1Transformation(FusedTransformation):
 
     def _mapped(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # Not check_vma: kernels of Pallas take no arrays that vary, by their type, over an axis.
-        return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        if any(kind != AxisType.Explicit for kind in self.mesh.axis_types):
+            return mapped
+
+        def put(spec: P, tree: Any) -> Any:
+            return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(self.mesh, spec)), tree)
+
+        return lambda *args: mapped(*jax.tree.map(put, in_specs, args, is_leaf=lambda x: isinstance(x, P)))
 
     def _init(self, params: Any) -> FusedState:
         if type(params).__name__ == "_ParamsPlaceholder":
