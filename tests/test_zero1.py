@@ -29,6 +29,11 @@ SLOW = pytest.mark.slow
 MODES = ["jit", "train_step"]
 
 
+def rate(name):
+    """Such that Adam, which divides noise of the gradients by their size, stays comparable, and the scale of SGD shows."""
+    return {"sgd": 1.0, "lars": 1e-2}.get(name, 1e-3)
+
+
 def mesh_of(n=8, kind=AxisType.Auto):
     return jax.make_mesh((n,), ("data",), axis_types=(kind,), devices=jax.devices()[:n])
 
@@ -83,7 +88,7 @@ def run(tx, mode, steps=STEPS, params=None, loss_fn=loss_fn, batch=BATCH):
 
 @functools.cache
 def one_device(name, **options):
-    return run(getattr(fusedopt, name)(1e-2, **options), "jit")
+    return run(getattr(fusedopt, name)(rate(name), **options), "jit")
 
 
 def collectives(jitted, *args):
@@ -106,7 +111,7 @@ def collectives(jitted, *args):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=SLOW)])
 def test_adamw_on_eight_devices_is_that_of_one(kind, mode):
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of(8, kind))
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of(8, kind))
     flat, state = run(tx, mode)
     want, _ = one_device("adamw")
     # Of the optimizer nothing differs (see the norms below): the sum over the batch is another one.
@@ -119,7 +124,7 @@ def test_adamw_on_eight_devices_is_that_of_one(kind, mode):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_r125_collectives_under_jit_are_one_all_gather_a_bucket(kind):
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of(8, kind))
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of(8, kind))
     flat, state = start(tx)
     grads = jax.tree.map(jnp.ones_like, flat)
     assert len(flat.buckets) == 2
@@ -127,7 +132,7 @@ def test_r125_collectives_under_jit_are_one_all_gather_a_bucket(kind):
 
 
 def test_r125_collectives_of_a_train_step_are_a_reduce_scatter_and_an_all_gather_a_bucket():
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of())
     flat, state = start(tx)
     train_step = jax.jit(tx.train_step(loss_fn))
     assert collectives(train_step, flat, state, *batch_on(tx)) == {"reduce-scatter": 2, "all-gather": 2}
@@ -179,10 +184,11 @@ def test_norms_across_shards_have_the_bits_of_one_device(name):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["lars", "lamb", "sgd", "lion"])
 def test_every_rule_in_both_modes(name, mode):
-    flat, state = run(fusedopt.zero1(getattr(fusedopt, name)(1e-2), mesh_of()), mode)
+    flat, state = run(fusedopt.zero1(getattr(fusedopt, name)(rate(name)), mesh_of()), mode)
     want, want_state = one_device(name)
+    assert largest(jax.tree.map(lambda a, b: a - b, want.tree, params_of())) > 1e-3
     # Lion takes signs, which roundings of a gradient turn; where they do, a weight differs by a step.
-    assert_close(flat.tree, want.tree, 2e-2 if name == "lion" else 2e-6)
+    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else 2e-6)
     assert_close(norms(state), norms(want_state), 1e-5)
 
 
@@ -197,9 +203,9 @@ def test_masters_averages_accumulation_clipping_and_a_frozen_group(mode):
     frozen = fusedopt.Group("frozen", lambda path, leaf: path[0] == "a", frozen=True)
     options = dict(master_weights=True, ema_decay=0.9, clip_norm=0.5, accumulate=2, groups=[frozen])
     params, batch = params_of(jnp.bfloat16), (jnp.repeat(jnp.asarray([0.0, 2.0] * 4), 8), jnp.zeros(64))
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2, **options), mesh_of())
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3, **options), mesh_of())
     flat, state = run(tx, mode, 6, params, linear_loss, batch)
-    plain = fusedopt.adamw(1e-2, **options)
+    plain = fusedopt.adamw(1e-3, **options)
     want, want_state = run(plain, "jit", 6, params, linear_loss, batch)
     assert int(state.count) == 3
     assert_equal(flat.tree["a"], params["a"])
@@ -230,7 +236,7 @@ def test_r127_eight_to_four_to_one_device_through_a_checkpoint_by_path():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_r127_raw_buffers_move_by_repack(kind):
-    eight, four = (fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of(n, kind)) for n in (8, 4))
+    eight, four = (fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of(n, kind)) for n in (8, 4))
     flat, state = run(eight, "jit", 2)
     host = jax.device_get((flat, state))
     own = replicated(four, fusedopt.pack(params_of(), four))
@@ -267,10 +273,10 @@ def own_step(tx, check_vma, differentiate="params"):
 
 @pytest.mark.parametrize(
     ("check_vma", "differentiate", "name"),
-    [(True, "pcast", "lars"), (False, "params", "adamw"), pytest.param(True, "pcast", "adamw", marks=SLOW)],
+    [(True, "pcast", "sgd"), (False, "params", "sgd"), pytest.param(True, "pcast", "lars", marks=SLOW)],
 )
 def test_in_a_shard_map_of_ones_own(check_vma, differentiate, name):
-    tx = fusedopt.zero1(getattr(fusedopt, name)(1e-2), mesh_of())
+    tx = fusedopt.zero1(getattr(fusedopt, name)(rate(name)), mesh_of())
     (flat, state), batch, step = start(tx), batch_on(tx), own_step(tx, check_vma, differentiate)
     for _ in range(STEPS):
         flat, state = step(flat, state, *batch)
@@ -278,14 +284,14 @@ def test_in_a_shard_map_of_ones_own(check_vma, differentiate, name):
 
 
 def test_gradients_that_shard_map_has_summed_are_refused():
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of())
     flat, state = start(tx)
     with pytest.raises(ValueError, match=r"`grads` bucket `bias.float32`.*8 times too large.*pcast"):
         own_step(tx, check_vma=True)(flat, state, *batch_on(tx))
 
 
 def test_whole_state_and_parts_of_parameters_in_a_shard_map_are_refused():
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of())
     flat, state = start(tx)
 
     def run(in_specs):
@@ -302,7 +308,7 @@ def test_whole_state_and_parts_of_parameters_in_a_shard_map_are_refused():
 
 def test_r125_sharded_parameters_are_refused_and_never_gathered():
     mesh = mesh_of()
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh)
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh)
     params = {"w": jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P("data"))), "b": jnp.ones(8)}
     message = r"`params` leaf `w`: got an array sharded by .*'data'.*Replicate it.*optax.partition"
     for refused in (tx.init, lambda p: fusedopt.pack(p, tx), lambda p: tx.apply(p, tx.init(jax.device_get(p)), p)):
@@ -319,14 +325,14 @@ def test_r125_sharded_parameters_are_refused_and_never_gathered():
 
 def test_r125_sharded_parameters_are_refused_in_a_jit_over_an_explicit_mesh():
     mesh = mesh_of(8, AxisType.Explicit)
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh)
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh)
     w = jax.device_put(jnp.ones((16, 8)), NamedSharding(mesh, P(None, "data")))
     with pytest.raises(ValueError, match="`params` leaf `w`: got an array sharded"):
         jax.jit(tx.init)({"w": w})
 
 
 def test_a_nan_on_one_device_skips_the_step_on_all():
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of())
     flat, state = start(tx)
     step = tx.train_step(loss_fn, donate=False)
     x, y = batch_on(tx)
@@ -344,7 +350,7 @@ def test_a_nan_on_one_device_skips_the_step_on_all():
 
 
 def test_keywords_of_a_step_under_jit_and_without():
-    tx, plain = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of()), fusedopt.adamw(1e-2)
+    tx, plain = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of()), fusedopt.adamw(1e-3)
     flat, state = start(tx)
     grads = jax.tree.map(lambda x: 0.5 * x, flat)
     own = fusedopt.pack(params_of(), packing=Packing(solo_from=None))
@@ -390,7 +396,7 @@ def test_over_one_axis_of_two(kind, mode):
 
 @pytest.mark.slow
 def test_in_a_train_state_of_flax():
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of())
     state = fusedopt.TrainState.create(apply_fn=lambda p, x: x, params=params_of(), tx=tx, flat=True)
 
     @jax.jit
@@ -404,8 +410,8 @@ def test_in_a_train_state_of_flax():
 
 
 def test_trees_and_chains_around_it():
-    plain = fusedopt.chain(optax.clip_by_global_norm(0.1), fusedopt.adamw(1e-2))
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
+    plain = fusedopt.chain(optax.clip_by_global_norm(0.1), fusedopt.adamw(1e-3))
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of())
     chained = fusedopt.chain(optax.clip_by_global_norm(0.1), tx)
     params = {**params_of(), "steps": jnp.arange(3)}
 
@@ -422,7 +428,7 @@ def test_trees_and_chains_around_it():
 
 
 def test_a_train_step_takes_the_memory_and_averages_what_else_the_loss_returns():
-    tx = fusedopt.zero1(fusedopt.adamw(1e-2), mesh_of())
+    tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of())
     flat, state = start(tx)
     step = tx.train_step(lambda p, x: (jnp.mean(p["a"]["bias"]) * jnp.mean(x), {"mean": jnp.mean(x)}), has_aux=True)
     new, new_state, _, aux = step(flat, state, jnp.arange(16.0))
@@ -433,7 +439,7 @@ def test_a_train_step_takes_the_memory_and_averages_what_else_the_loss_returns()
 
 
 def test_what_zero1_does_not_take():
-    tx, mesh = fusedopt.adamw(1e-2), mesh_of()
+    tx, mesh = fusedopt.adamw(1e-3), mesh_of()
     for wrong in (optax.adam(1e-2), fusedopt.chain(tx), fusedopt.zero1(tx, mesh)):
         with pytest.raises(TypeError, match="`tx`: expected an optimizer"):
             fusedopt.zero1(wrong, mesh)
