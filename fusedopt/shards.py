@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from fusedopt.layout import FlatLayout, intern
@@ -100,6 +102,19 @@ class Shards:
                 )
         buckets = tuple(dataclasses.replace(b, shape=(b.size // self.count,)) for b in layout.buckets)
         return intern(dataclasses.replace(layout, buckets=buckets))
+
+
+def mapped(body: Callable[..., Any], mesh: Mesh, in_specs: tuple, out_specs: Any) -> Callable[..., Any]:
+    """`jax.shard_map` under jit, of arguments that need not be placed yet."""
+    # Not check_vma: kernels of Pallas take no arrays that vary, by their type, over an axis.
+    run = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if any(kind != AxisType.Explicit for kind in mesh.axis_types):
+        return run
+
+    def put(spec: P, tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(mesh, spec)), tree)
+
+    return lambda *args: run(*jax.tree.map(put, in_specs, args, is_leaf=lambda x: isinstance(x, P)))
 
 
 def varying(x: Any) -> frozenset:

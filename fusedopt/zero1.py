@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
@@ -16,7 +16,7 @@ from fusedopt.operands import Operands, close_operands, open_operands
 from fusedopt.optimizer import Optimizer
 from fusedopt.packing import FlatParams, pack, slot_dtype
 from fusedopt.scalars import callers_flag
-from fusedopt.shards import Shards, check_local, check_shards, check_whole
+from fusedopt.shards import Shards, check_local, check_shards, check_whole, mapped
 from fusedopt.state import FusedState, check_state
 from fusedopt.transformation import FusedTransformation, _own_state
 from fusedopt.update import step
@@ -35,7 +35,7 @@ def zero1(tx: FusedTransformation, mesh: Mesh, axis: str = "data") -> Zero1Trans
     flat, state, loss = train_step(flat, state, batch)
     ```
 
-    The step is used in one of three ways. All give what one device gives; meshes may be Auto or Explicit.
+    Three ways to step, all with the numbers of one device, over Auto and Explicit meshes:
 
     * ``tx.train_step(loss_fn)``: the whole step, with a reduce-scatter of the gradients and an all-gather of the parameters
       for each bucket. Each device differentiates the loss of its part of the batch.
@@ -70,9 +70,7 @@ def zero1(tx: FusedTransformation, mesh: Mesh, axis: str = "data") -> Zero1Trans
     """
     if not isinstance(tx, FusedTransformation) or tx._find_state is not _own_state:
         got = "a fusedopt.chain" if isinstance(tx, FusedTransformation) else type(tx).__name__
-        raise TypeError(
-            f"`tx`: expected an optimizer made by fusedopt, got {got}; a chain goes around zero1, not into it"
-        )
+        raise TypeError(f"`tx`: expected an optimizer made by fusedopt, got {got}; a chain goes around zero1")
     if isinstance(tx, Zero1Transformation):
         raise TypeError("`tx`: expected an optimizer that is not sharded, got one made by fusedopt.zero1")
     if not isinstance(mesh, Mesh):
@@ -153,7 +151,7 @@ class Zero1Transformation(FusedTransformation):
         def run(params, state, batch, extra):
             check_whole(params, "params")
             specs = self.specs(state)
-            params, state, loss = self._mapped(body, (P(), specs, batch_spec, P()), (P(), specs, P()))(
+            params, state, loss = mapped(body, self.mesh, (P(), specs, batch_spec, P()), (P(), specs, P()))(
                 params, state, batch, extra
             )
             return (params, state, *(loss if has_aux else (loss,)))
@@ -162,20 +160,9 @@ class Zero1Transformation(FusedTransformation):
 
         def train_step(params: Any, state: FusedState, *batch: Any, **extra: Any) -> tuple:
             check_whole(params, "params")
-            return jitted(params, state, batch, {k: v for k, v in extra.items() if v is not None})
+            return jitted(params, state, batch, self._known(extra, state) if extra else {})
 
         return train_step
-
-    def _mapped(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        # Not check_vma: kernels of Pallas take no arrays that vary, by their type, over an axis.
-        mapped = jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-        if any(kind != AxisType.Explicit for kind in self.mesh.axis_types):
-            return mapped
-
-        def put(spec: P, tree: Any) -> Any:
-            return jax.tree.map(lambda x: jax.reshard(x, NamedSharding(self.mesh, spec)), tree)
-
-        return lambda *args: mapped(*jax.tree.map(put, in_specs, args, is_leaf=lambda x: isinstance(x, P)))
 
     def _init(self, params: Any) -> FusedState:
         if type(params).__name__ == "_ParamsPlaceholder":
@@ -192,7 +179,7 @@ class Zero1Transformation(FusedTransformation):
     def _sharded_init(self, flat: FlatParams) -> FusedState:
         self._shards.layout_of(flat.layout)
         specs = self.specs(jax.eval_shape(self.optimizer.init, flat))
-        return self._mapped(lambda flat: self._local.init(self._own(flat)), P(), specs)(flat)
+        return mapped(lambda flat: self._local.init(self._own(flat)), self.mesh, (P(),), specs)(flat)
 
     def _step(self, grads: Any, state: FusedState, params: Any, extra: Mapping[str, Any], in_place: bool):
         opt = self.optimizer
@@ -204,10 +191,7 @@ class Zero1Transformation(FusedTransformation):
         local_layout = self._shards.layout_of(layout)
         inside = self._inside()
         check_shards(opt, state, layout, local_layout) if inside else check_state(opt, state, layout)
-        known = {"loss_scale", "has_nan", *opt.hyperparams.names(), *opt.hyperparams.absent}
-        extra = {k: v for k, v in extra.items() if k in known and v is not None}
-        # For its errors: what is a number here is an array in there.
-        opt.hyperparams.resolve(state.hyperparams, state.count, extra)
+        extra = self._known(extra, state)
         whole_g, whole_p = self._whole(layout, g, "grads"), None if p is None else self._whole(layout, p, "params")
         if inside:
             buckets, state = self._own_step(whole_g, state, whole_p, extra, in_place, local_gradients=True)
@@ -225,12 +209,20 @@ class Zero1Transformation(FusedTransformation):
             new.append(x)
         return close_operands(layout, new, g, p, in_place), state
 
+    def _known(self, extra: Mapping[str, Any], state: FusedState) -> dict[str, Any]:
+        """The keywords of a step that mean something here, looked at while numbers among them are numbers still."""
+        hyperparams = self.optimizer.hyperparams
+        known = {"loss_scale", "has_nan", *hyperparams.names(), *hyperparams.absent}
+        extra = {k: v for k, v in extra.items() if k in known and v is not None}
+        hyperparams.resolve(state.hyperparams, state.count, extra)
+        return extra
+
     def _sharded(self, g, state, p, arrays, numbers, in_place):
         def body(g, state, p, arrays):
             return self._own_step(g, state, p, {**arrays, **dict(numbers)}, in_place, local_gradients=False)
 
         specs = self.specs(state)
-        return self._mapped(body, (P(), specs, P(), P()), (P(), specs))(g, state, p, arrays)
+        return mapped(body, self.mesh, (P(), specs, P(), P()), (P(), specs))(g, state, p, arrays)
 
     def _own_step(self, g, state, p, extra, in_place, *, local_gradients):
         """One device's part of a step: ``(whole buckets, None where frozen; state of this shard)``."""
@@ -244,8 +236,7 @@ class Zero1Transformation(FusedTransformation):
         else:
             own_g = self._own(g)
         new, state = step(self._local, own_g, state, None if p is None else self._own(p), extra, in_place)
-        frozen = [b.frozen for b in layout.buckets]
-        return [None if f else shards.whole(x) for f, x in zip(frozen, new.buckets, strict=True)], state
+        return [None if b.frozen else shards.whole(x) for b, x in zip(layout.buckets, new.buckets, strict=True)], state
 
     def _own(self, flat: FlatParams) -> FlatParams:
         return FlatParams(map(self._shards.own, flat.buckets), (), self._shards.layout_of(flat.layout))
@@ -261,6 +252,5 @@ class Zero1Transformation(FusedTransformation):
             buckets.append(jax.numpy.zeros(b.shape, b.dtype) if x is None else pallas_kernels.join(x))
         return FlatParams(buckets, (), layout)
 
-    def _inside(self) -> bool:
-        """Whether this is called inside a shard_map over the axis."""
+    def _inside(self) -> bool:  # a shard_map over the axis
         return self.axis in jax.sharding.get_abstract_mesh().manual_axes

@@ -214,12 +214,17 @@ def test_masters_averages_accumulation_clipping_and_a_frozen_group(mode):
     assert_close(tx.ema_params(state, flat).tree, plain.ema_params(want_state, want).tree, 4e-3)
 
 
-def test_r127_eight_to_four_to_one_device_through_a_checkpoint_by_path():
-    eight = fusedopt.zero1(fusedopt.lamb(1e-2, ema_decay=0.9), mesh_of(8))
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("lion", (1,)), pytest.param("lamb", (4, 1), marks=SLOW), pytest.param("adamw", (4, 1), marks=SLOW)],
+)
+def test_r127_eight_to_four_to_one_device_through_a_checkpoint_by_path(name, numbers):
+    make = functools.partial(getattr(fusedopt, name), 1e-3, ema_decay=0.9)
+    eight = fusedopt.zero1(make(), mesh_of(8))
     flat, state = run(eight, "jit", 2)
-    for devices in (4, 1):
+    for devices in numbers:
         stored = jax.device_get((flat.tree, fusedopt.to_optax_state(eight, state, flat)))
-        tx = fusedopt.zero1(fusedopt.lamb(1e-2, ema_decay=0.9), mesh_of(devices))
+        tx = fusedopt.zero1(make(), mesh_of(devices))
         params, (optax_state, extras) = stored
         flat = replicated(tx, fusedopt.pack(params, tx))
         state = tx.place(fusedopt.from_optax_state(tx, optax_state, flat, extras))
@@ -228,9 +233,10 @@ def test_r127_eight_to_four_to_one_device_through_a_checkpoint_by_path():
         for _ in range(2):
             flat, state = step(flat, state, *batch)
         eight = tx
-    want, want_state = run(fusedopt.lamb(1e-2, ema_decay=0.9), "jit", 6)
-    assert_close(flat.tree, want.tree, 1e-6)
-    assert int(state.count) == int(want_state.count) == 6
+    steps = 2 + 2 * len(numbers)
+    want, want_state = run(make(), "jit", steps)
+    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else 1e-6)  # signs of a gradient's roundings
+    assert int(state.count) == int(want_state.count) == steps
 
 
 @pytest.mark.slow
@@ -354,34 +360,40 @@ def test_keywords_of_a_step_under_jit_and_without():
     flat, state = start(tx)
     grads = jax.tree.map(lambda x: 0.5 * x, flat)
     own = fusedopt.pack(params_of(), packing=Packing(solo_from=None))
-    extra = dict(loss_scale=4.0, learning_rate=jnp.float32(0.1), value="ignored")
-    want, _ = plain.apply(jax.tree.map(lambda x: 0.5 * x, own), plain.init(own), own, **extra)
-    got, _ = tx.apply(grads, state, flat, **extra)
+    extra = dict(loss_scale=4.0, learning_rate=jnp.float32(0.1))
+    want, _ = jax.jit(plain.apply)(jax.tree.map(lambda x: 0.5 * x, own), plain.init(own), own, **extra)
+    got, _ = tx.apply(grads, state, flat, value="ignored", **extra)
     assert_close(got.tree, want.tree, 1e-6)
     updates, new = tx.update(grads, state, flat, **extra)
     assert_close(optax.apply_updates(flat, updates).tree, want.tree, 1e-6)
     still, skipped = tx.apply(grads, state, flat, has_nan=True)
     assert bool(skipped.skipped)
     assert_equal(still, flat)
-    with pytest.raises(ValueError, match="learning_rate"):
-        tx.apply(grads, state, flat, learning_rate=-1.0)
+    for refused in (tx.apply, tx.train_step(loss_fn)):
+        with pytest.raises(ValueError, match="learning_rate"):
+            refused(flat, state, flat, learning_rate=-1.0)
     assert float(tx.hyperparams(tx.set_hyperparams(new, learning_rate=0.5))["learning_rate"]) == 0.5
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode"),
-    [("triton", "train_step"), *(pytest.param(*x, marks=SLOW) for x in (("triton", "jit"), ("mosaic", "jit")))],
+    ("name", "backend", "mode"),
+    [
+        ("sgd", "triton", "train_step"),
+        pytest.param("lars", "triton", "train_step", marks=SLOW),
+        pytest.param("lars", "triton", "jit", marks=SLOW),
+        pytest.param("lars", "mosaic", "jit", marks=SLOW),
+    ],
 )
-def test_pallas_kernels_inside_the_shard_map(backend, mode):
+def test_pallas_kernels_inside_the_shard_map(name, backend, mode):
     if backend == "mosaic" and pallas_kernels.supported_backends()["mosaic"].reason.startswith("needs jax"):
         pytest.skip("mosaic needs a newer jax")
     packing = Packing(align=1024)
     with pallas_kernels.interpret():
-        tx = fusedopt.zero1(fusedopt.lars(1e-2, backend=backend, packing=packing), mesh_of())
+        tx = fusedopt.zero1(getattr(fusedopt, name)(rate(name), backend=backend, packing=packing), mesh_of())
         flat, state = run(tx, mode, 2)
-    want, want_state = run(fusedopt.zero1(fusedopt.lars(1e-2, packing=packing), mesh_of()), mode, 2)
+    want, want_state = run(fusedopt.zero1(getattr(fusedopt, name)(rate(name), packing=packing), mesh_of()), mode, 2)
     assert_close(flat.tree, want.tree, 1e-6)
-    assert_close(state.trust_ratios, want_state.trust_ratios, 1e-6)
+    assert_close(norms(state), norms(want_state), 1e-6)
 
 
 @pytest.mark.slow
@@ -409,6 +421,7 @@ def test_in_a_train_state_of_flax():
     assert {x.sharding.spec for x in state.opt_state.mu} == {P("data")}
 
 
+@pytest.mark.slow
 def test_trees_and_chains_around_it():
     plain = fusedopt.chain(optax.clip_by_global_norm(0.1), fusedopt.adamw(1e-3))
     tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of())
