@@ -84,11 +84,7 @@ def zero1(tx: FusedTransformation, mesh: Mesh, axis: str = "data") -> Zero1Trans
 
 
 class Zero1Transformation(FusedTransformation):
-    """What `zero1` returns; see there.
-
-    Attributes:
-      mesh, axis: as given.
-    """
+    """What `zero1` returns, see there; `mesh` and `axis` are as given."""
 
     def __new__(cls, opt: Optimizer, mesh: Mesh, shards: Shards):
         def init(params: Any) -> FusedState:
@@ -151,9 +147,8 @@ class Zero1Transformation(FusedTransformation):
         def run(params, state, batch, extra):
             check_whole(params, "params")
             specs = self.specs(state)
-            params, state, loss = mapped(body, self.mesh, (P(), specs, batch_spec, P()), (P(), specs, P()))(
-                params, state, batch, extra
-            )
+            everywhere = mapped(body, self.mesh, (P(), specs, batch_spec, P()), (P(), specs, P()))
+            params, state, loss = everywhere(params, state, batch, extra)
             return (params, state, *(loss if has_aux else (loss,)))
 
         jitted = jax.jit(run, donate_argnums=(0, 1) if donate else ())
