@@ -7,6 +7,7 @@ leaves share one, `FlatLayout` where each leaf lies, `Group` which leaves have h
 their own. Checkpoints: `to_optax_state` and `from_optax_state`
 keep states by path, `repack` moves them to another layout,
 `check_restored` looks whether raw buffers are of this one. `TrainState` is Flax's (extra ``flax``).
+Many devices: `zero1` shards an optimizer's state over a mesh.
 Also `DynamicLossScale`, `weight_mask`, `has_nan`, `warmup_cosine`, and `FusedState`, what a state holds.
 
 Options that all optimizers take are explained in `fusedopt.transforms`.
@@ -34,6 +35,7 @@ from fusedopt.transforms import lamb as lamb
 from fusedopt.transforms import lars as lars
 from fusedopt.transforms import lion as lion
 from fusedopt.transforms import sgd as sgd
+from fusedopt.zero1 import zero1 as zero1
 
 __all__ = [
     "DynamicLossScale",
@@ -59,6 +61,7 @@ __all__ = [
     "to_optax_state",
     "warmup_cosine",
     "weight_mask",
+    "zero1",
 ]
 
 __version__ = "0.1.0"

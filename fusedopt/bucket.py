@@ -65,7 +65,9 @@ def update_bucket(
         if bucket.solo:
             vector, numbers = jnp.append(vector, eta), (*numbers, eta.reshape(()))
         else:
-            row_scalars = (pallas_kernels.spread(eta, layout.sizes_of(bucket), layout.align, bucket.size),)
+            count = 1 if opt.shards is None else opt.shards.count
+            rows = pallas_kernels.spread(eta, layout.sizes_of(bucket), layout.align, bucket.size * count)
+            row_scalars = (rows if opt.shards is None else opt.shards.own(rows),)
     masters, averages = "master" in kept, "ema" in kept
     reads_w = step.in_place or averages or masters or bucket.decays or bucket.trust
     updated, read = dict(kept), {}

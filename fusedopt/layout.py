@@ -35,16 +35,20 @@ class Packing:
         everything. Packing a leaf costs two more memory accesses of it, leaving it alone one more
         kernel.
       align: every packed leaf starts at a multiple of this many elements (and of 128).
+      shards: packed buckets end so that they can be cut into this many shards of whole blocks, as `zero1` does.
     """
 
     solo_from: int | None = 16384
     align: int = ROW
+    shards: int = 1
 
     def __post_init__(self):
         if self.solo_from is not None and (not isinstance(self.solo_from, int) or self.solo_from < 1):
             raise ValueError(f"`solo_from`: expected None or a positive int, got {self.solo_from!r}")
         if not isinstance(self.align, int) or self.align < ROW or BLOCK % self.align:
             raise ValueError(f"`align`: expected a multiple of {ROW} that divides {BLOCK}, got {self.align!r}")
+        if not isinstance(self.shards, int) or self.shards < 1:
+            raise ValueError(f"`shards`: expected a positive int, got {self.shards!r}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

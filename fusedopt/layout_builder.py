@@ -45,7 +45,7 @@ def build(
     used: set[str] = set()
     for (*_, (_, solo)), indices in sorted(members.items()):
         indices.sort(key=lambda i: REGIONS.index(placements[i].region))
-        for run in _split(indices, leaves, packing.align):
+        for run in _split(indices, leaves, packing.align, MAX_BUCKET - (packing.shards - 1) * BLOCK):
             first, placed = len(segments), placements[run[0][0]]
             bucket_name = f"{placed.group}.{leaves[run[0][0]].dtype}"
             for i, offset, size, padding in run:
@@ -67,7 +67,8 @@ def build(
                 bucket_name, shape = f"{bucket_name}.{show(names[solo])}", leaves[solo].shape
             else:
                 end = run[-1][1] + run[-1][2] + run[-1][3]
-                shape = (-(-end // BLOCK) * BLOCK,)
+                unit = BLOCK * packing.shards
+                shape = (-(-end // unit) * unit,)
             buckets.append(
                 Bucket(
                     _unique(bucket_name, used),
@@ -87,13 +88,13 @@ def build(
     return intern_new(treedef, tuple(segments), tuple(buckets), others, absent, packing.align)
 
 
-def _split(indices, leaves, align):
-    """Runs of (leaf, offset, size, padding), none longer than MAX_BUCKET elements."""
+def _split(indices, leaves, align, limit):
+    """Runs of (leaf, offset, size, padding), none longer than `limit` elements."""
     run, offset = [], 0
     for i in indices:
         size = math.prod(leaves[i].shape)
         padding = -size % align
-        if run and offset + size + padding > MAX_BUCKET:
+        if run and offset + size + padding > limit:
             yield run
             run, offset = [], 0
         run.append((i, offset, size, padding))

@@ -33,7 +33,7 @@ def global_norm(opt: Optimizer, layout: FlatLayout, grads: Buffers, unscale: Any
             return (g.astype(own).astype(dtype) * s[0],)
 
         scalars = (jnp.ones((), dtype) if unscale is None else unscale).reshape(1)
-        sums = pallas_kernels.total_sumsq(unscaled, scalars, arrays, backend=opt.backend, name="fusedopt_grad_norm")
+        sums = _summed(opt).total_sumsq(unscaled, scalars, arrays, backend=opt.backend, name="fusedopt_grad_norm")
         total = sums if total is None else jax.tree.map(jnp.add, total, sums)
     return jnp.zeros((), dtype) if total is None else pallas_kernels.norm(total).reshape(())
 
@@ -81,7 +81,7 @@ def trust_norms(
             return opt.rule.measured(s, g, w.astype(dtype), *(x.astype(dtype) for x in slots))
 
         name = f"fusedopt_norms_{first.group}"
-        sums = pallas_kernels.segment_sumsq(measured, vector, arrays, sizes, row=row, backend=opt.backend, name=name)
+        sums = _summed(opt).segment_sumsq(measured, vector, arrays, sizes, row=row, backend=opt.backend, name=name)
         ends = np.cumsum([b.last - b.first for b in buckets])[:-1].tolist()
         norms |= zip(buckets, jnp.split(pallas_kernels.norm(sums), ends, axis=1), strict=True)
     return norms
@@ -132,7 +132,13 @@ def nonfinite(
         squares = (squared or opt.rule_of(b).squares_gradient) and not b.frozen
         # In the dtype of the formula: float64 gradients of a float32 parameter may overflow there.
         alike.setdefault((squares, slot_dtype(b.dtype)), []).extend(pallas_kernels.arrays_of(grads[b]))
-    return [
+    zeros = [
         zero_or_nan(arrays, unscale, squared=squares, dtype=dtype, backend=opt.backend)
         for (squares, dtype), arrays in alike.items()
     ]
+    return zeros if opt.shards is None else opt.shards.zeros(zeros)
+
+
+def _summed(opt: Optimizer) -> Any:
+    """Whose `total_sumsq` and `segment_sumsq` sum the buffers: those of whole ones, or of shards."""
+    return pallas_kernels if opt.shards is None else opt.shards

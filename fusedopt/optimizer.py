@@ -34,6 +34,7 @@ class Optimizer:
       bias_trust: the default group ``bias`` has trust ratios too, unless `trust_mask` says otherwise.
       masters: keep a float32 copy of each bucket of lower precision.
       accumulate: gradients that make a step.
+      shards: the `Shards` of which buffers are one each, inside the shard_map of `zero1`; None: whole buffers.
       slot_dtypes: slot name -> dtype that overrides float32.
     """
 
@@ -52,6 +53,7 @@ class Optimizer:
     masters: bool = False
     ema_debias: bool = False
     accumulate: int = 1
+    shards: Any = None
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     _layouts: dict = dataclasses.field(default_factory=dict, repr=False)
     _seen: dict = dataclasses.field(default_factory=dict, repr=False)

@@ -123,6 +123,8 @@ def pack(params: Any, tx: Any = None, *, packing: Packing | None = None) -> Flat
     optimizer = getattr(tx, "optimizer", None)
     if tx is not None and optimizer is None:
         raise TypeError(f"`tx`: expected an optimizer made by fusedopt, got {type(tx).__name__}")
+    if hasattr(tx, "check_params"):  # zero1: leaves that are sharded would be gathered
+        tx.check_params(params)
     if optimizer is None:
         layout = _default_layout(flat, packing or Packing())
     else:

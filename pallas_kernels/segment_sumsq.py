@@ -64,6 +64,7 @@ def segment_sumsq(
     row: int = tiling.ROW,
     backend: Backend | None = None,
     name: str = "segment_sumsq",
+    parts: int = 1,
 ) -> SumSq:
     """Sums, per segment, the squares of what `fn` makes of the arrays: `sum(fn(s, *arrays)[i][segment j] ** 2)`.
 
@@ -86,6 +87,7 @@ def segment_sumsq(
         row: a power of two from 128 to 1024.
         backend: "xla", "mosaic", "triton", or None for the best one the device and arrays support.
         name: of the kernel.
+        parts: how many arrays of this size make the whole of which these are one part: rows are rounded as in it.
     Returns:
         `SumSq` of (k, S) arrays; see `norm`.
     Raises:
@@ -108,13 +110,13 @@ def segment_sumsq(
     table = tiling.segments(sizes, row)
     if table.rows == 0:
         return SumSq(*(jnp.zeros((terms, len(sizes)), scalars.dtype) for _ in range(3)))
-    call = Call(fn, terms, row, None if solo else table.valid, name, interpreting())
+    call = Call(fn, terms, row, None if solo else table.valid, name, interpreting(), parts)
     if not pieces:  # only reads: raveling costs nothing here, unlike around an update in place
         arrays = tuple(x.reshape(-1) for x in arrays)
     sums = _launcher("pieces" if pieces else chosen)(call, scalars, arrays)
     if pieces:
         table = tiling.segments(sizes, tiling.BLOCK)
-    total = _add_all(sums) if solo else _add_rows(sums, table.tree)
+    total = _add_all(sums) if solo else add_rows(sums, table.tree)
     return SumSq(*jnp.moveaxis(total.reshape(terms, 3, len(sizes)), 1, 0))
 
 
@@ -149,7 +151,7 @@ def _launcher(backend: str) -> Callable[..., jax.Array]:
     return launcher
 
 
-def _add_rows(sums: jax.Array, tree: Sequence[np.ndarray]) -> jax.Array:
+def add_rows(sums: jax.Array, tree: Sequence[np.ndarray]) -> jax.Array:
     """(n, rows) -> (n, S). Gathers and pairwise adds: no atomics, no order that the compiler could choose."""
     for table in tree:
         sums = add_nodes(sums, table)

@@ -25,6 +25,7 @@ class Call:
             and the last row may be short.
         name: of the kernel.
         interpret: run the kernel interpreted.
+        parts: of how many such arrays these are one.
     """
 
     fn: Callable[..., Sequence[jax.Array]]
@@ -33,6 +34,7 @@ class Call:
     valid: np.ndarray | None
     name: str
     interpret: bool = False
+    parts: int = 1
 
     @property
     def ragged(self) -> bool:
@@ -103,7 +105,7 @@ def _sum_rows(call: Call, s, blocks, mask) -> jax.Array:
         # One reduce of all the sums reads each array once; a reduce for each takes three times as long on CPU.
         rows, width = squares[0].shape
         # Not for arrays without a table, large leaves each: the lanes of all of them wait for their turn together.
-        lanes = width == ROW and call.valid is not None and squares[0].size <= LANES_UP_TO
+        lanes = width == ROW and call.valid is not None and call.parts * squares[0].size <= LANES_UP_TO
         view = (rows, width // LANES, LANES) if lanes else (rows, width)
         zeros = tuple(jnp.zeros((), x.dtype) for x in squares)
         sums = lax.reduce(tuple(x.reshape(view) for x in squares), zeros, lambda a, b: tuple(map(lax.add, a, b)), (1,))

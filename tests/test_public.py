@@ -49,6 +49,7 @@ PUBLIC = [
     "to_optax_state",
     "warmup_cosine",
     "weight_mask",
+    "zero1",
 ]
 
 
