@@ -3,6 +3,7 @@
 # make test-aot   compile for GPUs without one, and test what comes out
 # make gpu        measure on the GPU of this machine, with the JAX that python3 has: nothing is installed
 # make lint       run the linter
+# make types      run the type checker over the packages and a typed program that uses them
 # make clean      remove the environment and the caches
 #
 # Each target makes the environment it needs in $(VENV), and makes it again only when pyproject.toml has changed. The
@@ -20,7 +21,7 @@ GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all test-aot gpu lint clean
+.PHONY: train test test-all test-aot gpu lint types clean
 .NOTPARALLEL:
 
 train: $(VENV)/.installed-examples
@@ -40,6 +41,10 @@ gpu:
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
+
+# Without the first variable pyright asks the network whether there is a newer one.
+types: $(VENV)/.installed-dev
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
 # One stamp for each extra of pyproject.toml. The environment itself is made first if there is none that runs.
 $(VENV)/.installed-%: pyproject.toml

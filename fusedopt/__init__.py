@@ -13,6 +13,8 @@ Also `DynamicLossScale`, `weight_mask`, `has_nan`, `warmup_cosine`, and `FusedSt
 Options that all optimizers take are explained in `fusedopt.transforms`.
 """
 
+import typing as _typing
+
 from fusedopt.grouping import Group as Group
 from fusedopt.grouping import weight_mask as weight_mask
 from fusedopt.guard import has_nan as has_nan
@@ -36,6 +38,9 @@ from fusedopt.transforms import lars as lars
 from fusedopt.transforms import lion as lion
 from fusedopt.transforms import sgd as sgd
 from fusedopt.zero1 import zero1 as zero1
+
+if _typing.TYPE_CHECKING:
+    from fusedopt.train_state import TrainState as TrainState
 
 __all__ = [
     "DynamicLossScale",

@@ -94,7 +94,7 @@ def update_bucket(
     return (result.pop("w") if step.in_place else emitted[0]), result
 
 
-def backend_of(opt: Optimizer, bucket: Bucket) -> str | None:
+def backend_of(opt: Optimizer, bucket: Bucket) -> pallas_kernels.Backend | None:
     # One leaf alone: XLA's kernel of it is as good as ours, compiles faster, and takes along what made the
     # gradient (a cast, an unscale), which a kernel of ours would wait for.
     return "xla" if opt.backend is None and bucket.solo else opt.backend

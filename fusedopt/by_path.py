@@ -82,7 +82,7 @@ def installed(
         for b, own in buffers.items():
             if name in own:
                 own[name] = _buffer(name, b, own[name], layout, leaves, is_fresh, source)
-    fields = fields_of(opt, buffers)
+    fields: dict[str, Any] = fields_of(opt, buffers)
     for name in SCALARS:
         if name in given and _has(state, name):
             fields[name] = jnp.array(given[name], getattr(state, name).dtype).reshape(())

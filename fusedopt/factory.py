@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ from fusedopt.layout import Packing
 from fusedopt.optimizer import Optimizer
 from fusedopt.rules import Rule
 from fusedopt.transformation import FusedTransformation, fused
-
-Backend = Literal["xla", "mosaic", "triton"]
 
 
 @dataclasses.dataclass(frozen=True)

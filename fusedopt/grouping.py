@@ -15,6 +15,7 @@ import numpy as np
 
 from fusedopt import paths as _paths
 from fusedopt.paths import Leaf, Path, show
+from fusedopt.typing import PyTree, ScalarOrSchedule
 
 BIAS_REGIONS = ("bn_bias", "bn_weight", "fc_bias")
 WEIGHT_REGIONS = ("fc_weight", "first_conv", "deep_conv")
@@ -54,10 +55,10 @@ class Group:
     """
 
     name: str
-    match: Callable[[Path, Any], bool] | Any
+    match: Callable[[Path, Any], bool] | PyTree
     _: dataclasses.KW_ONLY
-    weight_decay: Any = None
-    learning_rate_scale: Any = 1.0
+    weight_decay: ScalarOrSchedule | None = None
+    learning_rate_scale: ScalarOrSchedule = 1.0
     trust_ratio: bool = True
     frozen: bool = False
 
@@ -215,7 +216,7 @@ def broadcast_mask(mask: Any, names: Sequence[Path], argument: str) -> tuple[boo
     return tuple(out)
 
 
-def weight_mask(params: Any) -> Any:
+def weight_mask(params: PyTree) -> PyTree:
     """The leaves that decay by default, as a tree of bools: an optax mask.
 
     ``optax.adamw(..., mask=fusedopt.weight_mask)`` decays exactly what ``fusedopt.adamw`` decays:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 
 import pallas_kernels
 from fusedopt.packing import slot_dtype
+from fusedopt.typing import PyTree
 
 
-def has_nan(tree: Any) -> jax.Array:
+def has_nan(tree: PyTree) -> jax.Array:
     """Whether any floating point leaf of a tree holds a NaN or an infinity.
 
     Args:
@@ -45,7 +46,7 @@ def zero_or_nan(
     *,
     squared: bool = False,
     dtype: Any,
-    backend: str | None = None,
+    backend: pallas_kernels.Backend | None = None,
 ) -> jax.Array:
     """1-D, all 0 if every ``x * unscale`` (squared: its square) is finite in `dtype`, else with NaN in it. One read.
 

@@ -31,9 +31,9 @@ def build(
     """
     order = {g: i for i, g in enumerate((*group_order, "bias", "weight"))}
     members: dict[tuple, list[int]] = {}
-    for i, (leaf, p) in enumerate(zip(leaves, placements, strict=True)):
-        if p is None:
-            continue
+    live = {i: p for i, p in enumerate(placements) if p is not None}
+    for i, p in live.items():
+        leaf = leaves[i]
         size = math.prod(leaf.shape)
         solo = size > MAX_BUCKET or (packing.solo_from is not None and size >= packing.solo_from)
         key = (order[p.group], p.group, not p.decays, not p.trust, p.frozen, leaf.dtype.name)
@@ -44,15 +44,15 @@ def build(
     buckets: list[Bucket] = []
     used: set[str] = set()
     for (*_, (_, solo)), indices in sorted(members.items()):
-        indices.sort(key=lambda i: REGIONS.index(placements[i].region))
+        indices.sort(key=lambda i: REGIONS.index(live[i].region))
         for run in _split(indices, leaves, packing.align, MAX_BUCKET - (packing.shards - 1) * BLOCK):
-            first, placed = len(segments), placements[run[0][0]]
+            first, placed = len(segments), live[run[0][0]]
             bucket_name = f"{placed.group}.{leaves[run[0][0]].dtype}"
             for i, offset, size, padding in run:
                 segments.append(
                     Segment(
                         names[i],
-                        placements[i].region,
+                        live[i].region,
                         placed.group,
                         leaves[i].shape,
                         leaves[i].dtype,
@@ -117,9 +117,10 @@ def relabelled(layout: FlatLayout, placements: tuple[Placement | None, ...]) -> 
       ValueError: leaves of one bucket are to be treated differently, naming two of them.
     """
     buckets = []
+    live = {i: p for i, p in enumerate(placements) if p is not None}
     for b in layout.buckets:
         members = layout.segments_of(b)
-        want = [placements[s.leaf]._replace(region="") for s in members]
+        want = [live[s.leaf]._replace(region="") for s in members]
         for s, p in zip(members, want, strict=True):
             if p != want[0]:
                 raise ValueError(
@@ -137,7 +138,7 @@ def relabelled(layout: FlatLayout, placements: tuple[Placement | None, ...]) -> 
                 frozen=want[0].frozen,
             )
         )
-    segments = tuple(dataclasses.replace(s, group=placements[s.leaf].group) for s in layout.segments)
+    segments = tuple(dataclasses.replace(s, group=live[s.leaf].group) for s in layout.segments)
     return intern(dataclasses.replace(layout, segments=segments, buckets=tuple(buckets)))
 
 

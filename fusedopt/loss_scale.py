@@ -8,20 +8,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from fusedopt.packing import slot_dtype
 from fusedopt.scalars import callers_flag
+from fusedopt.typing import Flag, Scalar
 
 
 class _Fields(NamedTuple):
-    loss_scale: Any
-    counter: Any
-    left: Any
-    period: Any
-    factor: Any
-    min_loss_scale: Any
-    max_loss_scale: Any
-    hysteresis: Any
+    loss_scale: jax.Array
+    counter: jax.Array
+    left: jax.Array
+    period: jax.Array
+    factor: jax.Array
+    min_loss_scale: jax.Array
+    max_loss_scale: jax.Array
+    hysteresis: jax.Array
 
 
 class DynamicLossScale(_Fields):
@@ -60,14 +62,14 @@ class DynamicLossScale(_Fields):
 
     def __new__(
         cls,
-        loss_scale: Any = 2.0**15,
-        counter: Any = 0,
-        left: Any = None,
-        period: Any = 2000,
-        factor: Any = 2.0,
-        min_loss_scale: Any = 1.0,
-        max_loss_scale: Any = 2.0**24,
-        hysteresis: Any = 1,
+        loss_scale: Scalar = 2.0**15,
+        counter: Scalar = 0,
+        left: Scalar | None = None,
+        period: Scalar = 2000,
+        factor: Scalar = 2.0,
+        min_loss_scale: Scalar = 1.0,
+        max_loss_scale: Scalar = 2.0**24,
+        hysteresis: Scalar = 1,
     ):
         _check("loss_scale", loss_scale, lambda x: 0 < x < np.inf, "a finite number > 0")
         _check("period", period, lambda x: x >= 1, "an int >= 1")
@@ -78,12 +80,12 @@ class DynamicLossScale(_Fields):
         left = hysteresis if left is None else left
         floats = (jnp.float32, (loss_scale, factor, min_loss_scale, max_loss_scale))
         ints = (jnp.int32, (counter, left, period, hysteresis))
-        (loss_scale, factor, low, high), (counter, left, period, hysteresis) = (
+        (scale, growth, low, high), (count, tolerated, steps, overflows) = (
             [_array(x, dtype) for x in values] for dtype, values in (floats, ints)
         )
-        return super().__new__(cls, loss_scale, counter, left, period, factor, low, high, hysteresis)
+        return super().__new__(cls, scale, count, tolerated, steps, growth, low, high, overflows)
 
-    def scale(self, loss: Any) -> jax.Array:
+    def scale(self, loss: ArrayLike) -> jax.Array:
         """``loss * loss_scale``, in float32 or wider: a 16-bit loss is widened first."""
         loss = jnp.asarray(loss)
         wide = loss.astype(slot_dtype(loss.dtype))
@@ -91,7 +93,7 @@ class DynamicLossScale(_Fields):
 
     def value_and_grad(
         self, fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., tuple[Any, Any]]:
         """`jax.value_and_grad` of the scaled loss: the loss as `fun` gives it, and gradients times `loss_scale`."""
 
         def scaled(*args, **kwargs):
@@ -107,7 +109,7 @@ class DynamicLossScale(_Fields):
 
         return value_and_grad
 
-    def update(self, has_nan: Any) -> DynamicLossScale:
+    def update(self, has_nan: Flag) -> DynamicLossScale:
         """The scale of the next step.
 
         Args:

@@ -55,12 +55,7 @@ def open_operands(opt: Optimizer, grads: Any, params: Any) -> tuple[FlatLayout, 
                 "(fusedopt.repack moves parameters and states to another layout)"
             )
         layout = opt.adapt(grads if params is None else params)
-        pair = [None if x is None else Operands(list(x.buckets), [], x, None) for x in (grads, params)]
-        for name, x in zip(("grads", "params"), pair, strict=True):
-            for b, buffer in zip(layout.buckets, x.buckets if x else layout.buckets, strict=True):
-                if jnp.shape(buffer) != b.shape and x:
-                    raise ValueError(f"`{name}` bucket `{b.name}`: got shape {jnp.shape(buffer)}, expected {b.shape}")
-        return layout, pair[0], pair[1]
+        return layout, _of_flat(grads, layout, "grads"), None if params is None else _of_flat(params, layout, "params")
     g = _paths.flatten(grads)
     g = g._replace(leaves=[None if _is_float0(x) else x for x in g.leaves])
     owner = g if params is None else _paths.flatten(params)
@@ -84,6 +79,13 @@ def open_operands(opt: Optimizer, grads: Any, params: Any) -> tuple[FlatLayout, 
         p = Operands(buckets(owner.leaves, False), owner.leaves, params, owner.treedef)
     look = opt.skip_nonfinite
     return layout, Operands(buckets(g.leaves, look), g.leaves, grads, owner.treedef), p
+
+
+def _of_flat(flat: FlatParams, layout: FlatLayout, name: str) -> Operands:
+    for b, buffer in zip(layout.buckets, flat.buckets, strict=True):
+        if jnp.shape(buffer) != b.shape:
+            raise ValueError(f"`{name}` bucket `{b.name}`: got shape {jnp.shape(buffer)}, expected {b.shape}")
+    return Operands(list(flat.buckets), [], flat, None)
 
 
 def close_operands(layout: FlatLayout, new: list, g: Operands, p: Operands | None, in_place: bool) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from fusedopt import optax_nodes as _nodes
 from fusedopt.by_path import Leaves, exported, installed, leaves_by_path, nested, tree_of, unwrapped, vector_of
@@ -17,12 +18,15 @@ from fusedopt.paths import Path, show
 from fusedopt.rules import Adam, Lars, Lion
 from fusedopt.state import FusedState, live_buckets
 from fusedopt.transformation import FusedTransformation
+from fusedopt.typing import PyTree, State
 
 # Fields of the second result of `to_optax_state` that are trees by path.
 TREES = ("ema", "master", "accumulated", "trust_ratios", "mu")
 
 
-def to_optax_state(tx: FusedTransformation, state: Any, params: Any, like: Any = None) -> tuple[Any, dict[str, Any]]:
+def to_optax_state(
+    tx: FusedTransformation[Any], state: Any, params: PyTree, like: Any = None
+) -> tuple[Any, dict[str, Any]]:
     """The state that the namesake in optax would have, and what optax has no place for.
 
     ```python
@@ -82,13 +86,13 @@ def to_optax_state(tx: FusedTransformation, state: Any, params: Any, like: Any =
 
 
 def from_optax_state(
-    tx: FusedTransformation,
+    tx: FusedTransformation[State],
     optax_state: Any,
-    params: Any,
+    params: PyTree,
     extras: Mapping[str, Any] | None = None,
     *,
     fresh: Sequence[Path] = (),
-) -> Any:
+) -> State:
     """The state of `tx` that goes on where an optax run, or `to_optax_state`, stopped.
 
     Moments and count are found wherever they sit in `optax_state` (chains, masks, partitions, MultiSteps,
@@ -205,7 +209,7 @@ def _pending(opt: Optimizer, multi: Any) -> dict[str, Any]:
     """The gradients that MultiSteps has gathered, as ours: its mean of m is our sum of m shares of k."""
     steps = _nodes.scalar(_nodes.field(multi, "mini_step"))
     if opt.accumulate == 1:
-        if not isinstance(steps, jax.core.Tracer) and int(np.asarray(steps)):
+        if not isinstance(steps, Tracer) and int(np.asarray(steps)):
             raise ValueError(
                 f"`optax_state`: MultiSteps has gathered {int(np.asarray(steps))} gradients of a step, for which this "
                 "optimizer, made without `accumulate`, has no place"

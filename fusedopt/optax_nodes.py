@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 
 from fusedopt.by_path import Leaves, leaves_by_path
 from fusedopt.grouping import weight_mask
@@ -80,7 +81,7 @@ def namesake(opt: Optimizer) -> optax.GradientTransformation:
     """The optax chain that stands for this optimizer; only its ``init`` means anything."""
     rule, mask = opt.rule, opt.decay_mask if opt.decay_mask is not None else weight_mask
     given = {h.name: h.value for h in opt.hyperparams.items}
-    lr = given["learning_rate"] if callable(given["learning_rate"]) else 1.0
+    lr: Any = given["learning_rate"] if callable(given["learning_rate"]) else 1.0
     decay = optax.add_decayed_weights(1.0, mask)
     if isinstance(rule, Lars):
         trust = weight_mask if opt.trust_mask is None else opt.trust_mask
@@ -221,7 +222,7 @@ def read(opt: Optimizer, state: Any) -> tuple[dict[str, Leaves], dict[str, Any],
     if want is not None and not moments:
         found = ", ".join(dict.fromkeys(seen)) or type(state).__name__
         raise ValueError(f"`optax_state`: expected {want} with {' and '.join(MOMENTS[want])}, found only {found}")
-    concrete = {k: int(np.asarray(v)) for k, v in counts.items() if not isinstance(v, jax.core.Tracer)}
+    concrete = {k: int(np.asarray(v)) for k, v in counts.items() if not isinstance(v, Tracer)}
     if len(set(concrete.values())) > 1:
         raise ValueError(f"`optax_state`: expected one count, got {concrete}")
     return moments, counts, hyperparams, multi

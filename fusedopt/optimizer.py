@@ -18,6 +18,7 @@ from fusedopt.layout import Bucket, FlatLayout, Packing
 from fusedopt.packing import FlatParams, pack_whole, slot_dtype
 from fusedopt.rules import Rule
 from fusedopt.state import FusedState, fields_of, signature, trusted
+from pallas_kernels import Backend
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +48,7 @@ class Optimizer:
     trust_mask: Any = None
     mask_argument: str = "mask"
     packing: Packing = Packing()
-    backend: str | None = None
+    backend: Backend | None = None
     skip_nonfinite: bool = True
     bias_trust: bool = False
     masters: bool = False
@@ -170,10 +171,12 @@ class Optimizer:
         """The state of fresh parameters: arrays or FlatParams; abstract values where no parameter is copied."""
         if type(params).__name__ == "_ParamsPlaceholder":
             # optax.tree_map_params looks for what it finds this object in: the slots.
-            buffers = dict.fromkeys(self.buffer_names, params)
-            return FusedState(0, skipped=0, total_skipped=0, **buffers, **dict.fromkeys(self._scalar_fields(), 0))
+            zero: Any = 0
+            slots: dict[str, Any] = dict.fromkeys(self.buffer_names, params)
+            slots |= dict.fromkeys(self._scalar_fields(), zero)
+            return FusedState(zero, skipped=zero, total_skipped=zero, **slots)
         flat = params if isinstance(params, FlatParams) else _paths.flatten(params)
-        layout = self.adapt(flat) if isinstance(params, FlatParams) else self.layout_of(flat, "params")
+        layout = self.adapt(flat) if isinstance(flat, FlatParams) else self.layout_of(flat, "params")
         buffers = {}
         for i, b in enumerate(layout.buckets):
             if not b.frozen:
@@ -187,12 +190,13 @@ class Optimizer:
             "grad_norm": lambda: jnp.zeros((), dtype),
             "micro_step": lambda: jnp.zeros((), jnp.int32),
         }
+        fields: dict[str, Any] = {name: fresh[name]() for name in self._scalar_fields()}
         state = FusedState(
             count=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.bool_),
             total_skipped=jnp.zeros((), jnp.int32),
             **fields_of(self, buffers),
-            **{name: fresh[name]() for name in self._scalar_fields()},
+            **fields,
         )
         self.remember(state, layout)
         return state

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,11 @@ from fusedopt import paths as _paths
 from fusedopt.grouping import place
 from fusedopt.layout import Bucket, FlatLayout, Packing, Segment
 from fusedopt.paths import show
+from fusedopt.typing import PyTree
 from pallas_kernels import Pieces
+
+if TYPE_CHECKING:
+    from fusedopt.transformation import FusedTransformation
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -46,7 +50,11 @@ class FlatParams:
 
     __slots__ = ("__weakref__", "buckets", "layout", "rest")
 
-    def __init__(self, buckets: Sequence[Any], rest: Sequence[Any], layout: FlatLayout):
+    buckets: tuple[jax.Array, ...]
+    rest: tuple[jax.Array, ...]
+    layout: FlatLayout
+
+    def __init__(self, buckets: Iterable[Any], rest: Iterable[Any], layout: FlatLayout):
         self.buckets, self.rest, self.layout = tuple(buckets), tuple(rest), layout
         serialization.register()
 
@@ -99,7 +107,7 @@ class FlatParams:
         return f"FlatParams({self.layout!r})"
 
 
-def pack(params: Any, tx: Any = None, *, packing: Packing | None = None) -> FlatParams:
+def pack(params: PyTree, tx: FusedTransformation[Any] | None = None, *, packing: Packing | None = None) -> FlatParams:
     """Lays a tree of parameters out in buckets. Copies: donating the result keeps `params` alive.
 
     Args:
@@ -123,8 +131,9 @@ def pack(params: Any, tx: Any = None, *, packing: Packing | None = None) -> Flat
     optimizer = getattr(tx, "optimizer", None)
     if tx is not None and optimizer is None:
         raise TypeError(f"`tx`: expected an optimizer made by fusedopt, got {type(tx).__name__}")
-    if hasattr(tx, "check_params"):  # zero1: leaves that are sharded would be gathered
-        tx.check_params(params)
+    check_params = getattr(tx, "check_params", None)
+    if check_params is not None:  # zero1: leaves that are sharded would be gathered
+        check_params(params)
     if optimizer is None:
         layout = _default_layout(flat, packing or Packing())
     else:

@@ -14,16 +14,17 @@ from fusedopt.packing import FlatParams, pack
 from fusedopt.paths import show
 from fusedopt.state import FusedState, buffers_of, check_state
 from fusedopt.transformation import FusedTransformation
+from fusedopt.typing import Params, PyTree, State
 
 
 def repack(
-    params: Any,
+    params: Params,
     state: Any,
-    tx: FusedTransformation,
-    new_tx: FusedTransformation | None = None,
+    tx: FusedTransformation[Any],
+    new_tx: FusedTransformation[Any] | None = None,
     *,
     packing: Packing | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Params, Any]:
     """Moves parameters and their state to the layout of another optimizer: leaf by leaf, the same bits.
 
     For raw buffers that were stored under another packing, padding or grouping: restore them into what the old `tx`
@@ -80,7 +81,7 @@ def repack(
     return new_params, one(state, jax.eval_shape(new_tx.init, new_params))
 
 
-def check_restored(tx: FusedTransformation, state: Any, params: Any) -> None:
+def check_restored(tx: FusedTransformation[State], state: State, params: PyTree) -> None:
     """Raises if restored buffers are those of other leaves. Reads all of them once; not for use under jit.
 
     Buffers of two layouts may have the same shapes. What tells them apart is the padding: it is zero in every buffer of

@@ -18,10 +18,8 @@ Scalars = dict[tuple, tuple[tuple[str, ...], jax.Array]]
 """`scalars_key` -> names and vector of the scalars that its buckets share."""
 
 
-def unscale_factor(loss_scale: Any, dtype: Any) -> tuple[jax.Array | None, jax.Array | None]:
+def unscale_factor(loss_scale: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Whether the loss scale is unusable, and the factor that undoes it; 0 counts as 1."""
-    if loss_scale is None:
-        return None, None
     scale = jnp.asarray(loss_scale).astype(dtype)
     if scale.shape != ():
         raise ValueError(f"`loss_scale`: expected a 0-d value, got shape {scale.shape}")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from fusedopt.typing import Scalar
 
 
 def warmup_cosine(
-    peak_value: Any, warmup_steps: int, total_steps: int, end_value: Any = 0.0
-) -> Callable[[Any], jax.Array]:
+    peak_value: Scalar, warmup_steps: int, total_steps: int, end_value: Scalar = 0.0
+) -> Callable[[ArrayLike], jax.Array]:
     """Linear warmup that never wastes a step at 0, then one half cosine.
 
         t < warmup:  peak * (t + 1) / warmup
@@ -40,7 +42,7 @@ def warmup_cosine(
         if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
             raise ValueError(f"`{name}`: expected a finite number >= 0, got {value!r}")
 
-    def schedule(count: Any) -> jax.Array:
+    def schedule(count: ArrayLike) -> jax.Array:
         t = jnp.asarray(count).astype(jnp.float32)
         peak = jnp.asarray(peak_value).astype(jnp.float32)
         end = jnp.asarray(end_value).astype(jnp.float32)

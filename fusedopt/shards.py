@@ -7,11 +7,13 @@ devices are gathered, and every device adds them in the order in which one devic
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -84,7 +86,7 @@ class Shards:
         ]
         if not each:
             return pallas_kernels.total_sumsq(fn, scalars, arrays, backend=backend, name=name)
-        return SumSq(*(sum(parts[1:], parts[0]) for parts in zip(*each, strict=True)))
+        return SumSq(*(functools.reduce(jnp.add, parts) for parts in zip(*each, strict=True)))
 
     def layout_of(self, layout: FlatLayout) -> FlatLayout:
         """The layout with buckets of one shard each; its segments are those of the whole.
@@ -125,7 +127,7 @@ def varying(x: Any) -> frozenset:
 def check_whole(tree: Any, name: str) -> None:
     """Raises ValueError naming a leaf that is sharded, as far as arrays and types tell (not in a jit over an Auto mesh)."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             spec = getattr(jax.typeof(x).sharding, "spec", ())
             sharded = any(part is not None for part in spec)
         else:

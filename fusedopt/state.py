@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from fusedopt.optimizer import Optimizer
 
 
+ABSENT: Any = ()
+"""A field that an optimizer does not use: no leaf, so that a checkpoint does not hold it either."""
+
+
 class FusedState(NamedTuple):
     """State of a fusedopt optimizer: arrays only, so that every checkpoint library takes it.
 
@@ -22,18 +26,18 @@ class FusedState(NamedTuple):
     path, `check_restored` looks at buffers out of a checkpoint.
     """
 
-    count: Any  # int32 []: finite steps taken
-    mu: Any = ()  # first moment or velocity
-    nu: Any = ()  # second moment
-    ema: Any = ()  # average of the parameters, float32 or wider
-    master: Any = ()  # float32 copies of the buckets of lower precision, and of these only
-    accumulated: Any = ()  # gradients of a step so far, float32 or wider; the last step's if none
-    hyperparams: Any = ()  # float32 [k] (float64 with float64 parameters); decays b as 1 - b
-    skipped: Any = ()  # bool []: the last step was skipped
-    total_skipped: Any = ()  # int32 []
-    trust_ratios: Any = ()  # float32 [segments with a trust ratio], of the last step
-    grad_norm: Any = ()  # float32 []: norm of the last step's gradients, unscaled, before clipping
-    micro_step: Any = ()  # int32 []: gradients in `accumulated`
+    count: jax.Array  # int32 []: finite steps taken
+    mu: tuple[jax.Array, ...] = ()  # first moment or velocity
+    nu: tuple[jax.Array, ...] = ()  # second moment
+    ema: tuple[jax.Array, ...] = ()  # average of the parameters, float32 or wider
+    master: tuple[jax.Array, ...] = ()  # float32 copies of the buckets of lower precision, and of these only
+    accumulated: tuple[jax.Array, ...] = ()  # gradients of a step so far, float32 or wider; the last step's if none
+    hyperparams: jax.Array = ABSENT  # float32 [k] (float64 with float64 parameters); decays b as 1 - b
+    skipped: jax.Array = ABSENT  # bool []: the last step was skipped
+    total_skipped: jax.Array = ABSENT  # int32 []
+    trust_ratios: jax.Array = ABSENT  # float32 [segments with a trust ratio], of the last step
+    grad_norm: jax.Array = ABSENT  # float32 []: norm of the last step's gradients, unscaled, before clipping
+    micro_step: jax.Array = ABSENT  # int32 []: gradients in `accumulated`
 
 
 def live_buckets(layout: FlatLayout) -> list[Bucket]:
@@ -52,7 +56,7 @@ def buffers_of(opt: Optimizer, state: FusedState, layout: FlatLayout) -> dict[Bu
     return {b: {name: next(rest[name]) for name in opt.kept(b)} for b in live_buckets(layout)}
 
 
-def fields_of(opt: Optimizer, buffers: dict[Bucket, dict[str, Any]]) -> dict[str, tuple]:
+def fields_of(opt: Optimizer, buffers: dict[Bucket, dict[str, Any]]) -> dict[str, Any]:
     """The fields of a state, from its buffers by bucket and by name."""
     return {name: tuple(b[name] for b in buffers.values() if name in b) for name in opt.buffer_names}
 

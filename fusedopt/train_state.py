@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import serialization
+from flax import serialization, struct
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training import train_state
 
@@ -19,6 +19,7 @@ from fusedopt.packing import FlatParams, pack
 from fusedopt.serialization import register
 from fusedopt.state import FusedState
 from fusedopt.transformation import FusedTransformation
+from fusedopt.typing import Flag, PyTree, Scalar
 
 register()
 
@@ -66,8 +67,12 @@ class TrainState(train_state.TrainState):
     Flax's own TrainState stored of the namesake in optax can be restored too.
     """
 
+    # Flax's own annotations leave no room for FlatParams.
+    params: Any = struct.field(pytree_node=True)
+    opt_state: Any = struct.field(pytree_node=True)
+
     @classmethod
-    def create(cls, *, apply_fn: Callable[..., Any], params: Any, tx: Any, flat: bool = False, **kwargs: Any):
+    def create(cls, *, apply_fn: Callable[..., Any], params: PyTree, tx: Any, flat: bool = False, **kwargs: Any):
         """A state at step 0.
 
         Args:
@@ -90,7 +95,9 @@ class TrainState(train_state.TrainState):
         step = jnp.zeros((), jnp.int32)
         return cls(step=step, apply_fn=apply_fn, params=params, tx=tx, opt_state=tx.init(inner), **kwargs)
 
-    def apply_gradients(self, *, grads: Any, has_nan: Any = None, loss_scale: Any = None, **kwargs: Any):
+    def apply_gradients(
+        self, *, grads: PyTree, has_nan: Flag | None = None, loss_scale: Scalar | None = None, **kwargs: Any
+    ) -> Self:
         """The state after one step; if it is skipped, with the same parameters, `step` and count.
 
         Args:
@@ -206,7 +213,8 @@ def _from_state_dict(state: TrainState, stored: Mapping[str, Any]) -> TrainState
     names = _stored_fields(state)
     if set(names) != set(stored):
         raise ValueError(f"`{type(state).__name__}`: got the fields {sorted(stored)}, expected {sorted(names)}")
-    fused = isinstance(state.tx, FusedTransformation)
+    tx = state.tx
+    fused = isinstance(tx, FusedTransformation)
     new = {
         name: serialization.from_state_dict(getattr(state, name), stored[name], name=name)
         for name in names
@@ -215,7 +223,7 @@ def _from_state_dict(state: TrainState, stored: Mapping[str, Any]) -> TrainState
     if fused:
         params = new["params"]
         params = params["params"] if _overwrites(params) else params
-        new["opt_state"] = _fused_from(state.tx, state.opt_state, stored["opt_state"], params)
+        new["opt_state"] = _fused_from(tx, state.opt_state, stored["opt_state"], params)
     return state.replace(**new)
 
 

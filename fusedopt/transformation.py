@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from fusedopt.packing import FlatParams, pieces_of, slot_dtype
 from fusedopt.paths import Path, flatten
 from fusedopt.scalars import callers_flag, unscale_factor
 from fusedopt.state import FusedState, buffers_of, check_state, trusted
+from fusedopt.typing import Apply, Init, Params, PyTree, Scalar, State, Update
 from fusedopt.update import step
 
 
-class FusedTransformation(optax.GradientTransformationExtraArgs):
+class FusedTransformation(optax.GradientTransformationExtraArgs, Generic[State]):
     """An optax ``GradientTransformationExtraArgs`` with an in-place step.
 
     ``init(params) -> state``; params may be abstract values or `FlatParams`.
@@ -53,23 +54,40 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     complex leaves and integer gradients of floating point parameters.
     """
 
-    apply: Callable[..., tuple[Any, Any]]
+    # Wider than optax's types, which know no FlatParams.
+    init: Init[State]
+    """``init(params) -> state``"""
+    update: Update[State]
+    """``update(grads, state, params=None, *, loss_scale=None, has_nan=None, **hyperparams) -> (updates, state)``"""
+    apply: Apply[State]
+    """``apply(grads, state, params, *, loss_scale=None, has_nan=None, **hyperparams) -> (params, state)``"""
+    optimizer: Optimizer
+    _find_state: Callable[[Any], FusedState]
+    _put_state: Callable[[Any, FusedState], Any]
 
-    def __new__(cls, init, update, apply, optimizer: Optimizer, find_state, put_state):
-        self = super().__new__(cls, init, update)
+    def __new__(
+        cls,
+        init: Init[State],
+        update: Update[State],
+        apply: Apply[State],
+        optimizer: Optimizer,
+        find_state: Callable[[Any], FusedState],
+        put_state: Callable[[Any, FusedState], Any],
+    ):
+        self = super().__new__(cls, cast(Any, init), cast(Any, update))
         self.apply = apply
         self.optimizer = optimizer
         self._find_state = find_state
         self._put_state = put_state
         return self
 
-    def __copy__(self) -> FusedTransformation:
+    def __copy__(self) -> FusedTransformation[State]:
         return self
 
-    def __deepcopy__(self, memo: dict) -> FusedTransformation:
+    def __deepcopy__(self, memo: dict) -> FusedTransformation[State]:
         return self  # immutable, like the closures of optax's own transformations
 
-    def hyperparams(self, state: Any) -> dict[str, jax.Array]:
+    def hyperparams(self, state: State) -> dict[str, jax.Array]:
         """The values last used, by name: 0-d arrays; works inside jit.
 
         A scheduled value is the schedule's at the last step that was not skipped. Keywords of a
@@ -77,7 +95,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         """
         return self.optimizer.hyperparams.read(self._find_state(state).hyperparams)
 
-    def set_hyperparams(self, state: Any, **values: Any) -> Any:
+    def set_hyperparams(self, state: State, **values: Scalar) -> State:
         """A state with other values from the next step on: numbers, arrays or tracers.
 
         Names with a slash, such as ``weight_decay/head``, are passed as ``**{name: value}``.
@@ -90,7 +108,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         vector = self.optimizer.hyperparams.replace(fused.hyperparams, values)
         return self._put_state(state, fused._replace(hyperparams=vector))
 
-    def trust_ratios(self, state: Any, params: Any = None) -> dict[Path, jax.Array]:
+    def trust_ratios(self, state: State, params: PyTree | None = None) -> dict[Path, jax.Array]:
         """The trust ratio of each leaf that has one, at the last step: path -> 0-d array.
 
         A state holds no names. They come from `params` (or gradients, or abstract values) if
@@ -108,7 +126,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         members = trusted(layout)
         return {s.path: fused.trust_ratios[i] for i, s in enumerate(members)}
 
-    def ema_params(self, state: Any, params: Any) -> Any:
+    def ema_params(self, state: State, params: Params) -> Params:
         """The average of the parameters that `ema_decay` keeps, as a tree like `params`, or FlatParams.
 
         Each leaf in the dtype of its parameter. Leaves that have no average, frozen ones, integers and None, are those
@@ -119,13 +137,13 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         """
         if not self.optimizer.averages:
             raise ValueError("this optimizer keeps no average: make it with `ema_decay`")
-        state = self._find_state(state)
+        fused = self._find_state(state)
         layout = self.optimizer.layout_of_params(params)
-        check_state(self.optimizer, state, layout)
-        averages = {b: x["ema"].astype(b.dtype) for b, x in buffers_of(self.optimizer, state, layout).items()}
+        check_state(self.optimizer, fused, layout)
+        averages = {b: x["ema"].astype(b.dtype) for b, x in buffers_of(self.optimizer, fused, layout).items()}
         if isinstance(params, FlatParams):
             buckets = [averages.get(b, x) for b, x in zip(layout.buckets, params.buckets, strict=True)]
-            return FlatParams(buckets, params.rest, params.layout)
+            return cast(Params, FlatParams(buckets, params.rest, params.layout))
         tree = flatten(params)
         leaves = list(tree.leaves)
         for bucket, average in averages.items():
@@ -136,11 +154,11 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
         return tree.treedef.unflatten(leaves)
 
 
-def fused(optimizer: Optimizer) -> FusedTransformation:
+def fused(optimizer: Optimizer) -> FusedTransformation[FusedState]:
     """The transformation of an optimizer description."""
 
-    def update(grads: Any, state: FusedState, params: Any = None, **extra: Any):
-        return step(optimizer, grads, state, params, extra, in_place=False)
+    def update(updates: Any, state: FusedState, params: Any = None, **extra: Any):
+        return step(optimizer, updates, state, params, extra, in_place=False)
 
     def apply(grads: Any, state: FusedState, params: Any, **extra: Any):
         return step(optimizer, grads, state, params, extra, in_place=True)
@@ -164,7 +182,7 @@ def _own_state(state: Any) -> FusedState:
     return state
 
 
-def chain(*transforms: Any) -> FusedTransformation:
+def chain(*transforms: optax.GradientTransformation) -> FusedTransformation[Any]:
     """`optax.chain` that ends in a fused optimizer and keeps its ``apply``.
 
     ```python
@@ -184,8 +202,9 @@ def chain(*transforms: Any) -> FusedTransformation:
     Raises:
       TypeError: the last one is not fused, or another one is.
     """
-    if not transforms or not isinstance(transforms[-1], FusedTransformation):
-        got = type(transforms[-1]).__name__ if transforms else "nothing"
+    last = transforms[-1] if transforms else None
+    if not isinstance(last, FusedTransformation):
+        got = type(last).__name__ if transforms else "nothing"
         raise TypeError(f"`chain`: the last transformation must be fusedopt's, got {got}")
     for t in transforms[:-1]:
         if isinstance(t, FusedTransformation):
@@ -195,8 +214,7 @@ def chain(*transforms: Any) -> FusedTransformation:
             )
         if not hasattr(t, "init") or not hasattr(t, "update"):
             raise TypeError(f"`chain`: expected optax transformations, got {type(t).__name__}")
-    *front, last = transforms
-    front = [optax.with_extra_args_support(t) for t in front]
+    front = [optax.with_extra_args_support(t) for t in transforms[:-1]]
 
     def init(params: Any) -> tuple:
         return (*(t.init(params) for t in front), last.init(params))
@@ -216,8 +234,8 @@ def chain(*transforms: Any) -> FusedTransformation:
             new = [_where(skipped, old, changed) for old, changed in zip(state[:-1], new, strict=True)]
         return out, (*new, last_state)
 
-    def update(grads: Any, state: tuple, params: Any = None, **extra: Any):
-        return run(last.update, grads, state, params, extra)
+    def update(updates: Any, state: tuple, params: Any = None, **extra: Any):
+        return run(last.update, updates, state, params, extra)
 
     def apply(grads: Any, state: tuple, params: Any, **extra: Any):
         return run(last.apply, grads, state, params, extra)

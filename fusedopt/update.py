@@ -47,7 +47,8 @@ def step(
     leaves_of = dict(zip(layout.buckets, g.buckets, strict=True))
     gradients = dict(leaves_of)
     absent = {b for b in live_buckets(layout) if g.absent(layout, b)}
-    unusable, unscale = unscale_factor(extra.get("loss_scale"), dtype)
+    scale = extra.get("loss_scale")
+    unusable, unscale = (None, None) if scale is None else unscale_factor(scale, dtype)
     flags = [] if unusable is None else [unusable]
     if extra.get("has_nan") is not None:
         flags.append(callers_flag(extra["has_nan"]))

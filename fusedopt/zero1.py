@@ -19,10 +19,11 @@ from fusedopt.scalars import callers_flag
 from fusedopt.shards import Shards, check_local, check_shards, check_whole, mapped
 from fusedopt.state import FusedState, check_state
 from fusedopt.transformation import FusedTransformation, _own_state
+from fusedopt.typing import PyTree
 from fusedopt.update import step
 
 
-def zero1(tx: FusedTransformation, mesh: Mesh, axis: str = "data") -> Zero1Transformation:
+def zero1(tx: FusedTransformation[FusedState], mesh: Mesh, axis: str = "data") -> Zero1Transformation:
     """The optimizer with its state in equal shards over a mesh axis: slots, averages and master weights.
 
     Each device updates its own part of the parameters, and one all-gather for each bucket makes them whole again:
@@ -83,15 +84,22 @@ def zero1(tx: FusedTransformation, mesh: Mesh, axis: str = "data") -> Zero1Trans
     return Zero1Transformation(opt, mesh, shards)
 
 
-class Zero1Transformation(FusedTransformation):
+class Zero1Transformation(FusedTransformation[FusedState]):
     """What `zero1` returns, see there; `mesh` and `axis` are as given."""
+
+    mesh: Mesh
+    axis: str
+    _shards: Shards
+    _local: Optimizer
+    _jitted_init: Callable[[FlatParams], FusedState]
+    _jitted: Callable[..., tuple[list[Any], FusedState]]
 
     def __new__(cls, opt: Optimizer, mesh: Mesh, shards: Shards):
         def init(params: Any) -> FusedState:
             return self._init(params)
 
-        def update(grads: Any, state: FusedState, params: Any = None, **extra: Any):
-            return self._step(grads, state, params, extra, False)
+        def update(updates: Any, state: FusedState, params: Any = None, **extra: Any):
+            return self._step(updates, state, params, extra, False)
 
         def apply(grads: Any, state: FusedState, params: Any, **extra: Any):
             return self._step(grads, state, params, extra, True)
@@ -112,13 +120,13 @@ class Zero1Transformation(FusedTransformation):
         """A whole state, out of a checkpoint or from `from_optax_state` or `repack`, put where it belongs."""
         return jax.device_put(state, jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(state)))
 
-    def check_params(self, params: Any) -> None:
+    def check_params(self, params: PyTree) -> None:
         """Raises ValueError for parameters that are sharded, naming a leaf; `pack` asks, for packing would gather them."""
         check_whole(params, "params")
 
     def train_step(
         self, loss_fn: Callable[..., Any], *, has_aux: bool = False, batch_spec: Any = None, donate: bool = True
-    ) -> Callable[..., tuple]:
+    ) -> Callable[..., tuple[Any, ...]]:
         """The whole step as one jitted function: gradients, reduce-scatter, update of the shards, all-gather.
 
         Gradients are local because the function makes them: nothing can count them once for each device.
@@ -153,7 +161,7 @@ class Zero1Transformation(FusedTransformation):
 
         jitted = jax.jit(run, donate_argnums=(0, 1) if donate else ())
 
-        def train_step(params: Any, state: FusedState, *batch: Any, **extra: Any) -> tuple:
+        def train_step(params: Any, state: FusedState, *batch: Any, **extra: Any) -> tuple[Any, ...]:
             check_whole(params, "params")
             return jitted(params, state, batch, self._known(extra, state) if extra else {})
 
@@ -187,6 +195,7 @@ class Zero1Transformation(FusedTransformation):
         inside = self._inside()
         check_shards(opt, state, layout, local_layout) if inside else check_state(opt, state, layout)
         extra = self._known(extra, state)
+        buckets: list[Any]
         whole_g, whole_p = self._whole(layout, g, "grads"), None if p is None else self._whole(layout, p, "params")
         if inside:
             buckets, state = self._own_step(whole_g, state, whole_p, extra, in_place, local_gradients=True)
@@ -198,7 +207,7 @@ class Zero1Transformation(FusedTransformation):
         new = []
         for i, (b, x) in enumerate(zip(layout.buckets, buckets, strict=True)):
             if b.frozen:
-                x = p.buckets[i] if in_place else None
+                x = p.buckets[i] if in_place and p is not None else None
             elif isinstance(g.buckets[i], pallas_kernels.Pieces):
                 x = g.buckets[i].replaced(g.buckets[i].split(x), x.dtype)
             new.append(x)
@@ -234,7 +243,7 @@ class Zero1Transformation(FusedTransformation):
         return [None if b.frozen else shards.whole(x) for b, x in zip(layout.buckets, new.buckets, strict=True)], state
 
     def _own(self, flat: FlatParams) -> FlatParams:
-        return FlatParams(map(self._shards.own, flat.buckets), (), self._shards.layout_of(flat.layout))
+        return FlatParams([self._shards.own(x) for x in flat.buckets], (), self._shards.layout_of(flat.layout))
 
     def _whole(self, layout: FlatLayout, operands: Operands, name: str) -> FlatParams:
         """Gradients or parameters as one array a bucket."""

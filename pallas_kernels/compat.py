@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-VERSION: tuple[int, ...] = jax.version.__version_info__
+VERSION: tuple[int, ...] = jax.__version_info__
 
 # Mosaic GPU kernels take buffers as refs, which 0.10 cannot do under jit. Goes when jax >= 0.11 is required.
 HAS_MOSAIC = VERSION >= (0, 11)

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from pallas_kernels import compat, tiling
 
@@ -128,7 +129,7 @@ def _supports(where: Target) -> dict[Backend, Support]:
     return {name: table[name] for name in BACKENDS}
 
 
-def supported_backends(device: Any = None) -> dict[str, Support]:
+def supported_backends(device: Any = None) -> dict[Backend, Support]:
     """For every backend whether `device` can run it, and why.
 
     Args:
@@ -142,7 +143,7 @@ def supported_backends(device: Any = None) -> dict[str, Support]:
 
 def _device_of(arrays: Sequence[Any]) -> Any:
     for x in arrays:
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             device = getattr(jax.typeof(x).sharding.mesh, "abstract_device", None)
         elif isinstance(x, jax.Array):
             device = min(x.sharding.device_set, key=lambda d: d.id)
@@ -162,7 +163,7 @@ def _objection(backend: Backend, arrays: Sequence[Any]) -> str:
             return f"takes at most 2**31 - 1 elements, got {x.size}"
         if backend == "mosaic" and np.dtype(x.dtype).itemsize > 4:
             return f"takes no {x.dtype} arrays"
-        if backend == "mosaic" and isinstance(x, jax.core.Tracer) and jax.typeof(x).mat.varying:
+        if backend == "mosaic" and isinstance(x, Tracer) and jax.typeof(x).mat.varying:
             return "takes no arrays of a shard_map with check_vma=True"
     return ""
 

@@ -21,8 +21,8 @@ FLOATS = tuple(np.dtype(t) for t in (jnp.bfloat16, np.float16, np.float32, np.fl
 def elementwise(
     fn: Callable[..., Sequence[jax.Array]],
     scalars: jax.Array | tuple[jax.Array, ...],
-    updated: Sequence[jax.Array],
-    read: Sequence[jax.Array] = (),
+    updated: Sequence[jax.Array | Pieces],
+    read: Sequence[jax.Array | Pieces] = (),
     *,
     emit: Sequence[Any] = (),
     row_scalars: Sequence[jax.Array] = (),
@@ -30,7 +30,7 @@ def elementwise(
     early_exit: bool = False,
     backend: Backend | None = None,
     name: str = "elementwise",
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Computes `*new_updated, *emitted = fn(s, *updated, *read)`, reading and writing each buffer once.
 
     ```python
@@ -62,7 +62,7 @@ def elementwise(
         backend: "xla", "mosaic", "triton", or None for the best one the device and arrays support.
         name: of the kernel, in lowered text and profiles.
     Returns:
-        (new_updated, emitted), two tuples.
+        (new_updated, emitted), two tuples of arrays, or of `Pieces` where such were given.
     Raises:
         ValueError: shapes, counts or `backend` that do not fit. TypeError: dtypes that do not fit.
     """

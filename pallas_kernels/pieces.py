@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from pallas_kernels import compat
 from pallas_kernels.tiling import BLOCK, Segments, segments
@@ -91,7 +92,7 @@ class Pieces:
         batch = buffer.shape[:-1]
         return [x.reshape(batch + shape) for x, shape in zip(parts, self.shapes, strict=True)]
 
-    def replaced(self, arrays: Sequence[Any], dtype: Any = None) -> Pieces:
+    def replaced(self, arrays: Iterable[Any], dtype: Any = None) -> Pieces:
         """Other arrays in the same places."""
         return dataclasses.replace(self, arrays=tuple(arrays), dtype=np.dtype(dtype or self.dtype), whole=None)
 
@@ -105,9 +106,9 @@ class Pieces:
         return new
 
 
-def _split(buffer: Any, places: Segments) -> list[jax.Array]:
+def _split(buffer: Any, places: Segments) -> Sequence[jax.Array]:
     """The segments of a buffer (..., size), without their padding: (..., size of the segment) each."""
-    if not (compat.BARRIERS_REACH_KERNELS and isinstance(buffer, jax.core.Tracer)):
+    if not (compat.BARRIERS_REACH_KERNELS and isinstance(buffer, Tracer)):
         return _static_split(buffer, places)
 
     # The derivative is that of the static split, whose transpose is one concatenate.
@@ -118,12 +119,13 @@ def _split(buffer: Any, places: Segments) -> list[jax.Array]:
 
     @split.defjvp
     def split_jvp(primals, tangents):
-        return split(*primals), _static_split(*tangents, places)
+        (tangent,) = tangents
+        return split(*primals), _static_split(tangent, places)
 
     return split(buffer)
 
 
-def _static_split(buffer: Any, places: Segments) -> list[jax.Array]:
+def _static_split(buffer: Any, places: Segments) -> Sequence[jax.Array]:
     sizes = []
     for size, start, end in zip(places.sizes, places.starts[:-1], places.starts[1:], strict=True):
         sizes += [size, int(end - start) * places.row - size]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def norm(sumsq: SumSq) -> jax.Array:
 def segment_sumsq(
     fn: Callable[..., Sequence[jax.Array]],
     scalars: jax.Array,
-    arrays: Sequence[jax.Array],
+    arrays: Sequence[jax.Array | Pieces],
     sizes: Sequence[int],
     *,
     row: int = tiling.ROW,
@@ -93,27 +93,28 @@ def segment_sumsq(
     Raises:
         ValueError: shapes, sizes or `backend` that do not fit. TypeError: dtypes that do not fit.
     """
-    arrays, sizes, scalars = tuple(map(as_buffer, arrays)), tuple(map(int, sizes)), jnp.asarray(scalars)
-    pieces = any(isinstance(x, Pieces) for x in arrays)
-    solo = _check(scalars, arrays, sizes, row) and not pieces
+    buffers: tuple[Any, ...] = tuple(map(as_buffer, arrays))
+    sizes, scalars = tuple(map(int, sizes)), jnp.asarray(scalars)
+    pieces = any(isinstance(x, Pieces) for x in buffers)
+    solo = _check(scalars, buffers, sizes, row) and not pieces
     refused: dict[Backend, str] = {}
     if pieces and backend is None:
         refused = REFUSED_PIECES
     elif solo and backend is None:
-        refused = refused_tail(arrays[0].size)
+        refused = refused_tail(buffers[0].size)
     elif not solo and row != tiling.BLOCK:
         refused = {"mosaic": f"sums rows of {tiling.BLOCK} elements, got {row=}"}
-    chosen = resolve_backend(backend, jax.tree.leaves((arrays, scalars)), refused=refused)
+    chosen = resolve_backend(backend, jax.tree.leaves((buffers, scalars)), refused=refused)
     if pieces and chosen != "triton":
-        arrays, pieces = tuple(map(join, arrays)), False
-    terms = _count_terms(fn, scalars, arrays)
+        buffers, pieces = tuple(map(join, buffers)), False
+    terms = _count_terms(fn, scalars, buffers)
     table = tiling.segments(sizes, row)
     if table.rows == 0:
         return SumSq(*(jnp.zeros((terms, len(sizes)), scalars.dtype) for _ in range(3)))
     call = Call(fn, terms, row, None if solo else table.valid, name, interpreting(), parts)
     if not pieces:  # only reads: raveling costs nothing here, unlike around an update in place
-        arrays = tuple(x.reshape(-1) for x in arrays)
-    sums = _launcher("pieces" if pieces else chosen)(call, scalars, arrays)
+        buffers = tuple(x.reshape(-1) for x in buffers)
+    sums = _launcher("pieces" if pieces else chosen)(call, scalars, buffers)
     if pieces:
         table = tiling.segments(sizes, tiling.BLOCK)
     total = _add_all(sums) if solo else add_rows(sums, table.tree)

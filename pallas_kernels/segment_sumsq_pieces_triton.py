@@ -6,6 +6,7 @@ Upstream has deprecated Triton in Pallas: this file goes when jax drops `jax.exp
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ def block_sums_triton(call: Call, scalars, arrays):
 def _block_sums(call, scalars, arrays):
     like, kinds = arrays[0], [x.dtype for x in arrays]
     first = segments(like.segments.sizes, BLOCK).starts
-    blocks, sums, kernels = int(first[-1]), None, {}
+    blocks, kernels = int(first[-1]), {}
+    sums: Any = None
     for run in runs(like, range(len(like.shapes))):
         pieces = [[None if x.arrays[j] is None else x.arrays[j].reshape(-1) for j in run.members] for x in arrays]
         # Traced and lowered once for all runs of a kind.

@@ -80,7 +80,7 @@ def row_sums_xla(call: Call, scalars, arrays) -> jax.Array:
         # The slice is the identity where nothing follows the last row.
         blocks = [x[: whole * ROW].reshape(whole, ROW) for x in arrays]
         mask = None
-        if call.ragged:
+        if call.ragged and call.valid is not None:
             valid = np.clip(call.valid[:, None] - np.arange(0, call.row, ROW), 0, ROW).reshape(whole, 1)
             mask = lax.broadcasted_iota(jnp.int32, (whole, ROW), 1) < jnp.asarray(valid, jnp.int32)
         parts.append(_sum_rows(call, s, blocks, mask))

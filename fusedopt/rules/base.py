@@ -48,6 +48,14 @@ class Rule(abc.ABC):
     def formula(self, s: Any, g: jax.Array, w: jax.Array | None, *slots: jax.Array) -> tuple:
         """``(u, *new_slots)``, elementwise."""
 
+    def measured(self, s: Any, g: jax.Array, w: jax.Array, *slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """If `trust`: the two quantities whose norms the trust ratio needs, elementwise; `slots` are `measures`."""
+        raise NotImplementedError
+
+    def trust_ratio(self, h: Mapping[str, Any], wd: jax.Array, norms: jax.Array) -> jax.Array:
+        """If `trust`: `s.eta` of each segment, shape (S,), from norms (2, S) of `measured`."""
+        raise NotImplementedError
+
 
 def decay_term(wd: jax.Array, w: jax.Array) -> jax.Array:
     """``wd * w``, and nothing at all where wd is 0, although w may be inf (0 * inf is NaN)."""

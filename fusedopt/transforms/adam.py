@@ -7,38 +7,42 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from fusedopt.factory import Backend, Options, build, check_static
+from fusedopt.factory import Options, build, check_static
 from fusedopt.grouping import Group, is_python_zero
 from fusedopt.hyperparams import Hyperparam, decay_rate, is_number
 from fusedopt.layout import Packing
 from fusedopt.rules import Adam
+from fusedopt.state import FusedState
 from fusedopt.transformation import FusedTransformation
+from fusedopt.typing import Mask, ScalarOrSchedule
+from pallas_kernels import Backend
 
 
 def adam(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    mu_dtype: Any = None,
+    learning_rate: ScalarOrSchedule,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
+    eps_root: ScalarOrSchedule = 0.0,
+    mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = False,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
-    nu_dtype: Any = None,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Mask | None = None,
+    nu_dtype: DTypeLike | None = None,
     eps_inside: bool = False,
     groups: Sequence[Group] = (),
     packing: Packing | None = None,
     backend: Backend | None = None,
     skip_nonfinite: bool = True,
     master_weights: bool = False,
-    ema_decay: Any = None,
+    ema_decay: ScalarOrSchedule | None = None,
     ema_debias: bool = False,
-    clip_norm: Any = None,
+    clip_norm: ScalarOrSchedule | None = None,
     accumulate: int | None = None,
-) -> FusedTransformation:
+) -> FusedTransformation[FusedState]:
     """Adam; `weight_decay` is the original L2 penalty, added to the gradient.
 
         g = g + weight_decay*w
@@ -68,28 +72,28 @@ def adam(
 
 
 def adamw(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-8,
-    eps_root: Any = 0.0,
-    mu_dtype: Any = None,
-    weight_decay: Any = 1e-4,
-    mask: Any = None,
+    learning_rate: ScalarOrSchedule,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-8,
+    eps_root: ScalarOrSchedule = 0.0,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: ScalarOrSchedule = 1e-4,
+    mask: Mask | None = None,
     *,
     nesterov: bool = False,
-    nu_dtype: Any = None,
+    nu_dtype: DTypeLike | None = None,
     eps_inside: bool = False,
     groups: Sequence[Group] = (),
     packing: Packing | None = None,
     backend: Backend | None = None,
     skip_nonfinite: bool = True,
     master_weights: bool = False,
-    ema_decay: Any = None,
+    ema_decay: ScalarOrSchedule | None = None,
     ema_debias: bool = False,
-    clip_norm: Any = None,
+    clip_norm: ScalarOrSchedule | None = None,
     accumulate: int | None = None,
-) -> FusedTransformation:
+) -> FusedTransformation[FusedState]:
     """Adam with decoupled weight decay.
 
         m = b1*m + (1-b1)*g

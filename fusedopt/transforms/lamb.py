@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from fusedopt.factory import Backend, Options, build
+from jax.typing import DTypeLike
+
+from fusedopt.factory import Options, build
 from fusedopt.grouping import Group
 from fusedopt.hyperparams import Hyperparam
 from fusedopt.layout import Packing
 from fusedopt.rules import Adam, Lamb
+from fusedopt.state import FusedState
 from fusedopt.transformation import FusedTransformation
 from fusedopt.transforms.adam import adam_items, adam_slots
+from fusedopt.typing import Mask, ScalarOrSchedule
+from pallas_kernels import Backend
 
 
 def lamb(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.999,
-    eps: Any = 1e-6,
-    eps_root: Any = 0.0,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
+    learning_rate: ScalarOrSchedule,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: ScalarOrSchedule = 1e-6,
+    eps_root: ScalarOrSchedule = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Mask | None = None,
     *,
-    trust_ratio_mask: Any = None,
-    max_trust_ratio: Any = None,
-    mu_dtype: Any = None,
-    nu_dtype: Any = None,
+    trust_ratio_mask: Mask | None = None,
+    max_trust_ratio: ScalarOrSchedule | None = None,
+    mu_dtype: DTypeLike | None = None,
+    nu_dtype: DTypeLike | None = None,
     groups: Sequence[Group] = (),
     packing: Packing | None = None,
     backend: Backend | None = None,
     skip_nonfinite: bool = True,
     master_weights: bool = False,
-    ema_decay: Any = None,
+    ema_decay: ScalarOrSchedule | None = None,
     ema_debias: bool = False,
-    clip_norm: Any = None,
+    clip_norm: ScalarOrSchedule | None = None,
     accumulate: int | None = None,
-) -> FusedTransformation:
+) -> FusedTransformation[FusedState]:
     """LAMB: Adam's direction, as long as the parameters it moves, for each leaf.
 
         m = b1*m + (1-b1)*g

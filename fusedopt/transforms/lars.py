@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from fusedopt.factory import Backend, Options, build, check_static
+from fusedopt.factory import Options, build, check_static
 from fusedopt.grouping import Group
 from fusedopt.hyperparams import Hyperparam, decay_rate
 from fusedopt.layout import Packing
 from fusedopt.rules import Lars, Rule, Sgd
+from fusedopt.state import FusedState
 from fusedopt.transformation import FusedTransformation
+from fusedopt.typing import Mask, ScalarOrSchedule
+from pallas_kernels import Backend
 
 
 def lars(
-    learning_rate: Any,
-    weight_decay: Any = 0.0,
-    weight_decay_mask: Any = None,
-    trust_coefficient: Any = 0.001,
-    eps: Any = 0.0,
-    trust_ratio_mask: Any = None,
-    momentum: Any = 0.9,
+    learning_rate: ScalarOrSchedule,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: Mask | None = None,
+    trust_coefficient: ScalarOrSchedule = 0.001,
+    eps: ScalarOrSchedule = 0.0,
+    trust_ratio_mask: Mask | None = None,
+    momentum: ScalarOrSchedule = 0.9,
     nesterov: bool = False,
     *,
     trust_ratio: Literal["paper", "optax"] = "paper",
-    max_trust_ratio: Any = 100.0,
+    max_trust_ratio: ScalarOrSchedule = 100.0,
     groups: Sequence[Group] = (),
     packing: Packing | None = None,
     backend: Backend | None = None,
     skip_nonfinite: bool = True,
     master_weights: bool = False,
-    ema_decay: Any = None,
+    ema_decay: ScalarOrSchedule | None = None,
     ema_debias: bool = False,
-    clip_norm: Any = None,
+    clip_norm: ScalarOrSchedule | None = None,
     accumulate: int | None = None,
-) -> FusedTransformation:
+) -> FusedTransformation[FusedState]:
     """LARS: a learning rate for each leaf of group ``weight``, from norms over the whole leaf.
 
         eta = trust_coefficient*|w| / (|g| + weight_decay*|w| + eps)

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from fusedopt.factory import Backend, Options, build
+from jax.typing import DTypeLike
+
+from fusedopt.factory import Options, build
 from fusedopt.grouping import Group
 from fusedopt.hyperparams import Hyperparam, decay_rate
 from fusedopt.layout import Packing
 from fusedopt.rules import Lion
+from fusedopt.state import FusedState
 from fusedopt.transformation import FusedTransformation
+from fusedopt.typing import Mask, ScalarOrSchedule
+from pallas_kernels import Backend
 
 
 def lion(
-    learning_rate: Any,
-    b1: Any = 0.9,
-    b2: Any = 0.99,
-    mu_dtype: Any = None,
-    weight_decay: Any = 1e-3,
-    mask: Any = None,
+    learning_rate: ScalarOrSchedule,
+    b1: ScalarOrSchedule = 0.9,
+    b2: ScalarOrSchedule = 0.99,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: ScalarOrSchedule = 1e-3,
+    mask: Mask | None = None,
     *,
     groups: Sequence[Group] = (),
     packing: Packing | None = None,
     backend: Backend | None = None,
     skip_nonfinite: bool = True,
     master_weights: bool = False,
-    ema_decay: Any = None,
+    ema_decay: ScalarOrSchedule | None = None,
     ema_debias: bool = False,
-    clip_norm: Any = None,
+    clip_norm: ScalarOrSchedule | None = None,
     accumulate: int | None = None,
-) -> FusedTransformation:
+) -> FusedTransformation[FusedState]:
     """Lion: the sign of an interpolated momentum, with decoupled weight decay.
 
         d = sign(b1*m + (1-b1)*g)

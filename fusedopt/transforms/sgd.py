@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from fusedopt.factory import Backend, Options, build, check_static
+from jax.typing import DTypeLike
+
+from fusedopt.factory import Options, build, check_static
 from fusedopt.grouping import Group
 from fusedopt.hyperparams import Hyperparam, decay_rate
 from fusedopt.layout import Packing
 from fusedopt.rules import Sgd
+from fusedopt.state import FusedState
 from fusedopt.transformation import FusedTransformation
+from fusedopt.typing import Mask, ScalarOrSchedule
+from pallas_kernels import Backend
 
 
 def sgd(
-    learning_rate: Any,
-    momentum: Any = None,
+    learning_rate: ScalarOrSchedule,
+    momentum: ScalarOrSchedule | None = None,
     nesterov: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DTypeLike | None = None,
     *,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Mask | None = None,
     groups: Sequence[Group] = (),
     packing: Packing | None = None,
     backend: Backend | None = None,
     skip_nonfinite: bool = True,
     master_weights: bool = False,
-    ema_decay: Any = None,
+    ema_decay: ScalarOrSchedule | None = None,
     ema_debias: bool = False,
-    clip_norm: Any = None,
+    clip_norm: ScalarOrSchedule | None = None,
     accumulate: int | None = None,
-) -> FusedTransformation:
+) -> FusedTransformation[FusedState]:
     """SGD, with momentum or Nesterov momentum, and decoupled weight decay.
 
         m = momentum*m + g
