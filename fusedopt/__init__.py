@@ -13,6 +13,7 @@ Also `DynamicLossScale`, `weight_mask`, `has_nan`, `warmup_cosine`, and `FusedSt
 Options that all optimizers take are explained in `fusedopt.transforms`.
 """
 
+import sys as _sys
 import typing as _typing
 
 from fusedopt.grouping import Group as Group
@@ -75,7 +76,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str):
     # Flax is optional, and `import fusedopt` does not wait for it.
     if name != "TrainState":
-        raise AttributeError(f"module 'fusedopt' has no attribute {name!r}")
+        # With name and obj Python asks "Did you mean ...?".
+        raise AttributeError(f"module 'fusedopt' has no attribute {name!r}", name=name, obj=_sys.modules[__name__])
     try:
         import flax  # noqa: F401
     except ModuleNotFoundError as error:

@@ -67,7 +67,11 @@ def installed(
     found = {p for name in opt.buffer_names for p in given.get(name, ())}
     unread = [p for p in unread if not any(q[: len(p)] == p for q in found)]
     if unread:
-        raise ValueError(f"`fresh`: `{show(unread[0])}` is the path of no leaf, neither of `params` nor of `{source}`")
+        like = next(iter(all_paths(params)), ("layer", "kernel"))
+        raise ValueError(
+            f"`fresh`: {unread[0]} is the path of no leaf, neither of `params` nor of `{source}`; expected paths such as "
+            f"{like}, or beginnings of them"
+        )
     buffers = buffers_of(opt, state, layout)
     for name in opt.buffer_names:
         if name not in given:
@@ -76,8 +80,8 @@ def installed(
         for path in leaves:
             if path not in known:
                 raise ValueError(
-                    f"`{source}` has `{name}` for leaf `{show(path)}`, which is not in `params`; "
-                    f"fresh=[{path[:1]}] leaves it out"
+                    f"`{source}` has `{name}` for leaf `{show(path)}`, which is not in `params`"
+                    + _advice(source, path, "leaves it out")
                 )
         for b, own in buffers.items():
             if name in own:
@@ -142,13 +146,23 @@ def _buffer(
             held = ", ".join(f"`{show(p)}`" for p in list(leaves)[:3]) or "none"
             raise ValueError(
                 f"`{source}` has no `{name}` for leaf `{show(s.path)}` of `params`, only for {len(leaves)} others "
-                f"({held}{', ...' if len(leaves) > 3 else ''}); fresh=[{s.path[:1]}] lets it begin anew"
+                f"({held}{', ...' if len(leaves) > 3 else ''})" + _advice(source, s.path, "lets it begin anew")
             )
         x = jnp.asarray(leaves[s.path])
         if x.shape != s.shape:
-            raise ValueError(f"`{source}`: `{name}` of leaf `{show(s.path)}`: got shape {x.shape}, expected {s.shape}")
+            raise ValueError(
+                f"`{source}`: `{name}` of leaf `{show(s.path)}`: got shape {x.shape}, expected {s.shape}"
+                + _advice(source, s.path, "lets it begin anew")
+            )
         out[s.leaf] = x.astype(initial.dtype)
     return pack_whole(out, bucket, layout)
+
+
+def _advice(source: str, path: Path, effect: str) -> str:
+    """What to do about a leaf that does not fit; `fresh` is an argument of `from_optax_state` alone."""
+    if source == "optax_state":
+        return f"; fresh=[{path[:1]}] {effect}"
+    return "; restore it for the parameters that it was stored with"
 
 
 def below(prefixes: Sequence[Path]) -> Callable[[Path], bool]:
@@ -207,8 +221,14 @@ def nested(leaves: Leaves) -> Any:
         for key in path[:-1]:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                raise ValueError(f"leaf `{show(path)}` lies below another leaf")
+                raise ValueError(
+                    f"`params` leaf `{show(path)}` lies below another leaf, and what is stored by path cannot hold both: "
+                    "rename one of them"
+                )
         if not path or path[-1] in node:
-            raise ValueError(f"leaf `{show(path)}` lies above another leaf")
+            raise ValueError(
+                f"`params` leaf `{show(path)}` lies above another leaf, and what is stored by path cannot hold both: "
+                "rename one of them"
+            )
         node[path[-1]] = x
     return out

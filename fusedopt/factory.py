@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from fusedopt.grouping import Group, is_python_zero
 from fusedopt.hyperparams import Hyperparam, Hyperparams, decay_rate
 from fusedopt.layout import Packing
 from fusedopt.optimizer import Optimizer
+from fusedopt.paths import type_of
 from fusedopt.rules import Rule
 from fusedopt.transformation import FusedTransformation, fused
 
@@ -79,9 +80,9 @@ def build(
     if options.ema_decay is not None:
         items.append(decay_rate("ema_decay", options.ema_decay))
     elif options.ema_debias:
-        raise ValueError("`ema_debias`: expected an `ema_decay` with it, got None")
+        raise ValueError("`ema_debias`: expected an `ema_decay` with it, such as 0.999, got None")
     else:
-        absent["ema_decay"] = "this optimizer was made without it and keeps no average"
+        absent["ema_decay"] = "this optimizer was made without it and keeps no average; make it with `ema_decay`"
     if options.clip_norm is not None:
         items.append(Hyperparam("clip_norm", options.clip_norm))
     else:
@@ -121,7 +122,7 @@ def build(
 def _positive_int(argument: str, value: Any) -> int:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(
-            f"`{argument}` is static: expected a positive int, got {type(value).__name__}; under "
+            f"`{argument}` is static: expected a positive int, got {type_of(value)}; under "
             "optax.inject_hyperparams name it in `static_args`"
         )
     if value < 1:
@@ -146,6 +147,8 @@ def _checked_groups(groups: Any) -> tuple[Group, ...]:
         )
     if isinstance(groups, Group):
         raise TypeError("`groups`: expected a sequence of Group objects, got one Group: write [group]")
+    if not isinstance(groups, Iterable):
+        raise TypeError(f"`groups`: expected a sequence of Group objects, got {type(groups).__name__}")
     groups = tuple(groups)
     for g in groups:
         if not isinstance(g, Group):
@@ -159,7 +162,7 @@ def _checked_groups(groups: Any) -> tuple[Group, ...]:
 def check_static(name: str, value: Any) -> None:
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(
-            f"`{name}` is static: expected True or False, got {type(value).__name__}; under "
+            f"`{name}` is static: expected True or False, got {type_of(value)}; under "
             "optax.inject_hyperparams name it in `static_args`"
         )
 

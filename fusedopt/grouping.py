@@ -65,15 +65,16 @@ class Group:
     def __post_init__(self):
         if isinstance(self.match, str):
             raise TypeError(
-                f"`Group.match` of group {self.name!r}: expected a function of (path, leaf) or a tree of bools, got a str"
+                f"`Group.match` of group {self.name!r}: expected a function of (path, leaf) or a tree of bools, got the "
+                f"string {self.match!r}: write lambda path, leaf: {self.match!r} in path"
             )
         if not isinstance(self.name, str) or self.name in ("", "bias", "weight"):
-            raise ValueError(f"`Group.name`: expected a name other than 'bias' and 'weight', got {self.name!r}")
+            raise ValueError(f"`Group.name`: expected a name other than '', 'bias' and 'weight', got {self.name!r}")
         for field in ("trust_ratio", "frozen"):
             if not isinstance(getattr(self, field), bool):
                 raise TypeError(
                     f"`Group.{field}` of group {self.name!r} is static: expected True or False, "
-                    f"got {type(getattr(self, field)).__name__}"
+                    f"got {_paths.type_of(getattr(self, field))}"
                 )
 
     @property
@@ -166,7 +167,7 @@ def _matcher(group: Group, names: Sequence[Path], leaves: Sequence[Leaf]) -> Cal
     labels = jax.tree.leaves(match)
     if labels and all(isinstance(label, str) for label in labels):
         match = jax.tree.map(lambda label: label == group.name, match)
-    flags = mask_flags(match, names, leaves, f"groups: match of {group.name!r}")
+    flags = mask_flags(match, names, leaves, f"Group.match of group {group.name!r}")
     return lambda i, leaf: flags[i]
 
 
@@ -197,7 +198,7 @@ def broadcast_mask(mask: Any, names: Sequence[Path], argument: str) -> tuple[boo
             where = f" at `{show(path)}`" if path else ""
             raise TypeError(
                 f"`{argument}`{where}: expected Python bools (a mask is static), got "
-                f"{type(value).__name__}; under optax.inject_hyperparams name this argument in "
+                f"{_paths.type_of(value)}; under optax.inject_hyperparams name this argument in "
                 "`static_args`, under jax.jit build the mask outside"
             )
         entries[path] = bool(value)
@@ -211,6 +212,7 @@ def broadcast_mask(mask: Any, names: Sequence[Path], argument: str) -> tuple[boo
             raise ValueError(
                 f"`{argument}` has no entry for leaf `{show(path)}`; it covers {known}"
                 + (" and more" if len(entries) > 3 else "")
+                + ": each leaf needs a bool of its own, or one at a prefix of its path"
             )
         out.append(entries[prefix])
     return tuple(out)
@@ -231,7 +233,7 @@ def weight_mask(params: PyTree) -> PyTree:
     """
     flat = _paths.flatten(params)
     names = flat.paths()
-    leaves = [_paths.describe(x, lambda i=i: show(names[i])) for i, x in enumerate(flat.leaves)]
+    leaves = [_paths.describe(x, lambda i=i: f"`params` leaf `{show(names[i])}`") for i, x in enumerate(flat.leaves)]
     flags = [
         None if leaf.dtype is None else region in WEIGHT_REGIONS
         for leaf, region in zip(leaves, regions(names, leaves), strict=True)

@@ -144,7 +144,8 @@ class Hyperparams:
             if override is not None:
                 if callable(override) and not hasattr(override, "dtype"):
                     raise TypeError(
-                        f"`{h.name}`: a keyword of one step is a number or a 0-d array; give schedules to the factory"
+                        f"`{h.name}`: a keyword of one step is a number or a 0-d array, got a function: give schedules to the "
+                        "factory"
                     )
                 check(h, override)
                 own = _stored(h, override, dtype)

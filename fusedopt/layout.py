@@ -190,11 +190,14 @@ class FlatLayout:
 
     def segment(self, path: Sequence[str]) -> Segment:
         """The segment of the leaf at `path`; KeyError if there is none."""
-        wanted = tuple(path)
+        wanted = (path,) if isinstance(path, str) else tuple(path)
         for s in self.segments:
             if s.path == wanted:
                 return s
-        raise KeyError(f"no trainable leaf at `{show(wanted)}`")
+        paths = ", ".join(str(s.path) for s in self.segments[:3]) or "none"
+        raise KeyError(
+            f"no trainable leaf at `{show(wanted)}`; there are {paths}" + (", ..." if len(self.segments) > 3 else "")
+        )
 
     def region_range(self, first: str, last: str | None = None) -> list[tuple[str, int, int]]:
         """Where the regions from `first` to `last` lie: ``[(bucket name, offset, size), ...]``.

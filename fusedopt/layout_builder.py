@@ -154,6 +154,6 @@ def leaf_descriptions(flat: _paths.Flattened, tree_name: str) -> list[Leaf]:
     def name(i: int) -> str:
         if not names:
             names.extend(flat.paths())
-        return f"{tree_name}: {show(names[i])}"
+        return f"`{tree_name}` leaf `{show(names[i])}`"
 
     return [_paths.describe(x, functools.partial(name, i)) for i, x in enumerate(flat.leaves)]

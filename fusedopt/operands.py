@@ -44,7 +44,7 @@ def open_operands(opt: Optimizer, grads: Any, params: Any) -> tuple[FlatLayout, 
     flat = isinstance(grads, FlatParams), isinstance(params, FlatParams)
     if params is not None and flat[0] != flat[1]:
         raise ValueError(
-            f"`grads` are {type(grads).__name__} but `params` are {type(params).__name__}: "
+            f"`grads` are {_paths.type_of(grads)} but `params` are {_paths.type_of(params)}: "
             "differentiate with respect to the FlatParams, or keep both as trees"
         )
     if flat[0]:
@@ -84,7 +84,10 @@ def open_operands(opt: Optimizer, grads: Any, params: Any) -> tuple[FlatLayout, 
 def _of_flat(flat: FlatParams, layout: FlatLayout, name: str) -> Operands:
     for b, buffer in zip(layout.buckets, flat.buckets, strict=True):
         if jnp.shape(buffer) != b.shape:
-            raise ValueError(f"`{name}` bucket `{b.name}`: got shape {jnp.shape(buffer)}, expected {b.shape}")
+            raise ValueError(
+                f"`{name}` bucket `{b.name}`: got shape {jnp.shape(buffer)}, expected {b.shape}; what is mapped over FlatParams "
+                "must be elementwise"
+            )
     return Operands(list(flat.buckets), [], flat, None)
 
 

@@ -62,7 +62,10 @@ def to_optax_state(
     opt = _optimizer(tx)
     found = [s for s in jax.tree.leaves(state, is_leaf=_is_fused) if _is_fused(s)]
     if len(found) != 1:
-        raise ValueError(f"`state`: expected one FusedState in it, got {len(found)} in a {type(state).__name__}")
+        raise ValueError(
+            f"`state`: expected one FusedState in it, got {len(found)} in a {type(state).__name__}: pass the state of `tx`, "
+            "alone or in a tree"
+        )
     layout, tree = opt.layout_of_params(params), tree_of(params)
     values = exported(opt, found[0], layout)
     hyperparams = opt.hyperparams.read(unwrapped(found[0]).hyperparams)
@@ -131,11 +134,17 @@ def _state(opt: Optimizer, optax_state: Any, params: Any, extras: Any, fresh: Se
         needs = {"ema": opt.averages, "accumulated": opt.accumulate > 1, "micro_step": opt.accumulate > 1}
         needs["master"] = any("master" in opt.kept(b) for b in live_buckets(layout))
         for name in (k for k, needed in needs.items() if needed and k not in given):
-            raise ValueError(f"`extras` has no `{name}`, which this optimizer keeps; it has {', '.join(extras)}")
+            raise ValueError(
+                f"`extras` has no `{name}`, which this optimizer keeps; it has {', '.join(extras)}. Without `extras` what optax "
+                "does not keep begins anew"
+            )
     if counts:
         given["count"] = next(iter(counts.values()))
     elif "count" not in given and _counts(opt):
-        raise ValueError("`optax_state` has no count, which this optimizer's step depends on, and `extras` has none")
+        raise ValueError(
+            "`optax_state` has no count, which this optimizer's step depends on, and `extras` has none: expected one of them, "
+            "extras={'count': steps}"
+        )
     if multi is not None:
         given |= _pending(opt, multi)
     if "master" in given:
@@ -212,7 +221,7 @@ def _pending(opt: Optimizer, multi: Any) -> dict[str, Any]:
         if not isinstance(steps, Tracer) and int(np.asarray(steps)):
             raise ValueError(
                 f"`optax_state`: MultiSteps has gathered {int(np.asarray(steps))} gradients of a step, for which this "
-                "optimizer, made without `accumulate`, has no place"
+                "optimizer, made without `accumulate`, has no place: make it with accumulate=k, or convert at the end of a step"
             )
         return {}
     sums = {p: jnp.asarray(x) for p, x in leaves_by_path(_nodes.field(multi, "acc_grads")).items()}
@@ -230,7 +239,9 @@ def _into(like: Any, state: Any, fill: Any) -> Any:
     if _is_fused(state):
         return fill(like)
     if type(state) is not tuple:
-        raise ValueError(f"`state`: with `like` expected a FusedState or a chain's, got {type(state).__name__}")
+        raise ValueError(
+            f"`state`: with `like` expected the FusedState of `tx`, or the tuple of a chain around it, got {type(state).__name__}"
+        )
     *front, last = state
     if type(like) is tuple and len(like) == len(state) and _alike(like[:-1], tuple(front)):
         return (*jax.tree.map(jnp.array, tuple(front)), _into(like[-1], last, fill))

@@ -180,7 +180,9 @@ def filled(opt: Optimizer, like: Any, values: Mapping[str, Any], hyperparams: Ma
     for slot, paths in placed.items():
         left = [p for p in values[slot] if p not in paths]
         if left:
-            raise ValueError(f"`{name}` has no place for `{slot}` of leaf `{show(left[0])}` ({wanted(opt)})")
+            raise ValueError(
+                f"`{name}` has no place for `{slot}` of leaf `{show(left[0])}`: expected one in its {wanted(opt)}"
+            )
     return out
 
 
@@ -208,7 +210,10 @@ def read(opt: Optimizer, state: Any) -> tuple[dict[str, Leaves], dict[str, Any],
                 new, old = leaves_by_path(field(node, f)), moments.setdefault(slot, {})
                 twice = [p for p in new if p in old]
                 if twice:
-                    raise ValueError(f"`optax_state` has two {kind} with `{f}` of leaf `{show(twice[0])}`")
+                    raise ValueError(
+                        f"`optax_state`: expected one {kind} with `{f}` of leaf `{show(twice[0])}`, got two: pass the part of it "
+                        "that goes on"
+                    )
                 old |= new
         if kind == "MultiStepsState":
             multi = node
@@ -224,5 +229,5 @@ def read(opt: Optimizer, state: Any) -> tuple[dict[str, Leaves], dict[str, Any],
         raise ValueError(f"`optax_state`: expected {want} with {' and '.join(MOMENTS[want])}, found only {found}")
     concrete = {k: int(np.asarray(v)) for k, v in counts.items() if not isinstance(v, Tracer)}
     if len(set(concrete.values())) > 1:
-        raise ValueError(f"`optax_state`: expected one count, got {concrete}")
+        raise ValueError(f"`optax_state`: expected one count, got {concrete}: pass the part of it that belongs to `tx`")
     return moments, counts, hyperparams, multi

@@ -237,8 +237,7 @@ class Optimizer:
             return self._seen[signature(state)]
         except KeyError:
             raise ValueError(
-                "this optimizer has not seen a state of this layout: call `tx.init(params)` "
-                "or `tx.update` first, so that paths are known"
+                "`state`: this optimizer has not seen a state of this layout, and a state holds no paths: pass `params` too"
             ) from None
 
     @staticmethod

@@ -124,7 +124,9 @@ def pack(params: PyTree, tx: FusedTransformation[Any] | None = None, *, packing:
       TypeError: complex leaves, or leaves that are no arrays, named by path.
     """
     if isinstance(params, FlatParams):
-        raise TypeError("`params` is FlatParams already; pack `params.tree` to change its layout")
+        raise TypeError(
+            "`params` is FlatParams already; to change its layout pack `params.tree`, or use fusedopt.repack"
+        )
     if packing is not None and not isinstance(packing, Packing):
         raise TypeError(f"`packing`: expected a Packing, got {type(packing).__name__}")
     flat = _paths.flatten(params)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 Path = tuple[str, ...]
 
@@ -73,6 +74,13 @@ def show(path: Path) -> str:
     return "/".join(path) if path else "<root>"
 
 
+def type_of(x: Any) -> str:
+    """What a message calls the type of an argument: JAX's own names for its arrays mean nothing to their users."""
+    if isinstance(x, Tracer):
+        return "a tracer"
+    return "a jax.Array" if isinstance(x, jax.Array) else type(x).__name__
+
+
 def describe(leaf: Any, name: Callable[[], str]) -> Leaf:
     """Classifies a leaf (array, abstract value, NumPy or Python scalar, ``None``).
 
@@ -84,7 +92,9 @@ def describe(leaf: Any, name: Callable[[], str]) -> Leaf:
     dtype = getattr(leaf, "dtype", None)
     if dtype is None or not hasattr(leaf, "shape"):
         if not isinstance(leaf, (bool, int, float, complex)):
-            raise TypeError(f"leaf `{name()}`: expected an array or a number, got {type(leaf).__name__}")
+            raise TypeError(
+                f"{name()}: expected an array or a number, got {type(leaf).__name__}; keep what is not trained out of the tree"
+            )
         dtype = np.dtype(type(leaf))
     shape = tuple(getattr(leaf, "shape", ()))
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype == jax.dtypes.float0:
@@ -92,7 +102,7 @@ def describe(leaf: Any, name: Callable[[], str]) -> Leaf:
     dtype = jax.dtypes.canonicalize_dtype(dtype)
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"leaf `{name()}` is {dtype}: complex parameters are not supported; keep real and "
+            f"{name()} is {dtype}: complex parameters are not supported; keep real and "
             "imaginary parts as two leaves, or wrap with optax.contrib.split_real_and_imaginary"
         )
     return Leaf(shape, np.dtype(dtype), bool(jnp.issubdtype(dtype, jnp.floating)))

@@ -69,16 +69,23 @@ def repack(
 
     def one(old: Any, template: Any) -> Any:
         if isinstance(old, FusedState) != isinstance(template, FusedState):
-            raise ValueError("`state`: expected that of `tx`, a chain as long as that of `new_tx`")
+            raise ValueError(
+                f"`state`: got {_described(old)}, expected {_described(template)} as that of `new_tx`: fusedopt.chain both "
+                "optimizers, or none"
+            )
         if isinstance(old, FusedState):
             given = exported(tx.optimizer, old, tx.optimizer.layout_of_params(params))
             return installed(new_tx.optimizer, new_params, given)
         if len(old) != len(template):
-            raise ValueError(f"`state`: got that of a chain of {len(old)}, expected {len(template)} as in `new_tx`")
+            raise ValueError(f"`state`: got {_described(old)}, expected {_described(template)} as that of `new_tx`")
         front = jax.tree.map(moved, tuple(old[:-1]), is_leaf=lambda x: isinstance(x, FlatParams))
         return (*front, one(old[-1], template[-1]))
 
     return new_params, one(state, jax.eval_shape(new_tx.init, new_params))
+
+
+def _described(state: Any) -> str:
+    return "a FusedState" if isinstance(state, FusedState) else f"the tuple of a chain of {len(state)}"
 
 
 def check_restored(tx: FusedTransformation[State], state: State, params: PyTree) -> None:

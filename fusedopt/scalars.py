@@ -20,19 +20,25 @@ Scalars = dict[tuple, tuple[tuple[str, ...], jax.Array]]
 
 def unscale_factor(loss_scale: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Whether the loss scale is unusable, and the factor that undoes it; 0 counts as 1."""
-    scale = jnp.asarray(loss_scale).astype(dtype)
-    if scale.shape != ():
-        raise ValueError(f"`loss_scale`: expected a 0-d value, got shape {scale.shape}")
+    scale = _scalar("loss_scale", loss_scale).astype(dtype)
     scale = jnp.where(scale == 0, jnp.ones_like(scale), scale)
     return jnp.logical_not(jnp.isfinite(scale)), 1 / scale
 
 
 def callers_flag(flag: Any) -> jax.Array:
     """The caller's has_nan as a bool: anything nonzero counts, also 2.0."""
-    flag = jnp.asarray(flag)
-    if flag.shape != ():
-        raise ValueError(f"`has_nan`: expected a 0-d flag, got shape {flag.shape}")
+    flag = _scalar("has_nan", flag)
     return flag != jnp.zeros((), flag.dtype)
+
+
+def _scalar(name: str, value: Any) -> jax.Array:
+    """0-d, whatever number or array it came as."""
+    if not isinstance(value, (bool, int, float)) and not hasattr(value, "dtype"):
+        raise TypeError(f"`{name}`: expected a 0-d number or array, got {type(value).__name__}")
+    array = jnp.asarray(value)
+    if array.shape != ():
+        raise ValueError(f"`{name}`: expected a 0-d number or array, got shape {array.shape}")
+    return array
 
 
 def values_dtype(values: Mapping[str, Any]) -> Any:

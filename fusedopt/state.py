@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fusedopt.layout import Bucket, FlatLayout, Segment
-from fusedopt.paths import show
+from fusedopt.paths import show, type_of
 
 if TYPE_CHECKING:
     from fusedopt.optimizer import Optimizer
@@ -61,13 +61,22 @@ def fields_of(opt: Optimizer, buffers: dict[Bucket, dict[str, Any]]) -> dict[str
     return {name: tuple(b[name] for b in buffers.values() if name in b) for name in opt.buffer_names}
 
 
-def check_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> None:
-    """Raises ValueError if the buffers were laid out for other parameters, naming the leaf."""
+MOVE = "; fusedopt.repack moves a state to another layout"
+STEP_ORDER = "; a step takes (grads, state, params)"
+
+
+def check_kind(state: Any, hint: str = "") -> None:
+    """Raises ValueError for what is no state of ours."""
     if not isinstance(state, FusedState):
         raise ValueError(
-            f"`state`: expected the FusedState of this optimizer's init, got {type(state).__name__} "
-            "(restore a checkpoint into the structure of `tx.init(params)`)"
+            f"`state`: expected the FusedState of this optimizer's init, got {type_of(state)} "
+            f"(restore a checkpoint into the structure of `tx.init(params)`){hint}"
         )
+
+
+def check_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> None:
+    """Raises ValueError if the buffers were laid out for other parameters, naming the leaf."""
+    check_kind(state)
     for name in opt.buffer_names:
         buffers, holders = getattr(state, name), [b for b in live_buckets(layout) if name in opt.kept(b)]
         if len(buffers) != len(holders):
@@ -76,7 +85,11 @@ def check_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> None:
                 f"`state.{name}` is of another layout: got {len(buffers)} buffers, expected {len(holders)} for these "
                 f"parameters ({names})"
             )
-            if not buffers and name not in opt.rule.slots:
+            if buffers:
+                message += MOVE
+            elif name in opt.rule.slots:
+                message += "; a state of another optimizer does not go on here"
+            else:
                 message += (
                     f"; a state of an optimizer without them gets them by state._replace({name}=tx.init(params).{name})"
                 )
@@ -85,12 +98,18 @@ def check_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> None:
             if jnp.shape(buffer) != b.shape:
                 raise ValueError(
                     f"`state.{name}` is of another layout: bucket `{b.name}` with leaf "
-                    f"`{show(layout.segments_of(b)[0].path)}`: got shape {jnp.shape(buffer)}, expected {b.shape}"
+                    f"`{show(layout.segments_of(b)[0].path)}`: got shape {jnp.shape(buffer)}, expected {b.shape}{MOVE}"
                 )
+    names = opt.hyperparams.names()
+    if jnp.shape(state.hyperparams) != (len(names),):
+        raise ValueError(
+            f"`state.hyperparams` is of another optimizer: got shape {jnp.shape(state.hyperparams)}, expected {(len(names),)} "
+            f"for {', '.join(names)}; fusedopt.repack moves a state from one optimizer to another"
+        )
     count = len(trusted(layout)) if opt.rule.trust else 0
     if opt.rule.trust and jnp.shape(state.trust_ratios) != (count,):
         raise ValueError(
-            f"`state.trust_ratios` is of another layout: got shape {jnp.shape(state.trust_ratios)}, expected {(count,)}"
+            f"`state.trust_ratios` is of another layout: got shape {jnp.shape(state.trust_ratios)}, expected {(count,)}{MOVE}"
         )
 
 

@@ -89,7 +89,10 @@ class TrainState(train_state.TrainState):
             if not isinstance(params, FlatParams):
                 params = pack(params, tx if isinstance(tx, FusedTransformation) else None)
             if OVERWRITE_WITH_GRADIENT in params:
-                raise ValueError(f"`flat`: expected parameters without {OVERWRITE_WITH_GRADIENT!r}, which stay a tree")
+                raise ValueError(
+                    f"`flat`: expected parameters without {OVERWRITE_WITH_GRADIENT!r}, got some, which stay a tree: leave `flat` "
+                    "out"
+                )
             apply_fn = apply_fn if isinstance(apply_fn, Unpacking) else Unpacking(apply_fn)
         inner = params["params"] if _overwrites(params) else params
         step = jnp.zeros((), jnp.int32)
@@ -144,14 +147,18 @@ class TrainState(train_state.TrainState):
           ValueError: the optimizer keeps no average.
         """
         if not isinstance(self.tx, FusedTransformation):
-            raise ValueError("`ema_params`: expected an optimizer of fusedopt made with `ema_decay`")
+            raise ValueError(
+                f"`ema_params`: expected an optimizer of fusedopt made with `ema_decay`, got {type(self.tx).__name__}"
+            )
         return self.tx.ema_params(self.opt_state, self.params)
 
     def _check(self, extra: dict[str, Any]) -> None:
         if not isinstance(self.tx, FusedTransformation):
             ours = len(_fused_states(self.opt_state)) > 0
             if extra and not (ours and isinstance(self.tx, optax.GradientTransformationExtraArgs)):
-                raise TypeError(f"`{next(iter(extra))}`: expected an optimizer made by fusedopt as `tx` for it")
+                raise TypeError(
+                    f"`{next(iter(extra))}`: expected an optimizer made by fusedopt as `tx` for it, got {type(self.tx).__name__}"
+                )
         elif isinstance(self.opt_state, FusedState):  # in a chain, it may be for a transformation in front
             known = self.tx.optimizer.hyperparams
             for name in extra:

@@ -11,7 +11,7 @@ import optax
 
 from fusedopt.optimizer import Optimizer
 from fusedopt.packing import FlatParams, pieces_of, slot_dtype
-from fusedopt.paths import Path, flatten
+from fusedopt.paths import Path, flatten, type_of
 from fusedopt.scalars import callers_flag, unscale_factor
 from fusedopt.state import FusedState, buffers_of, check_state, trusted
 from fusedopt.typing import Apply, Init, Params, PyTree, Scalar, State, Update
@@ -119,7 +119,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs, Generic[State])
           ValueError: the optimizer has none, or it has not met a state of this layout.
         """
         if not self.optimizer.rule.trust:
-            raise ValueError("this optimizer has no trust ratios")
+            raise ValueError("this optimizer has no trust ratios: `lars` and `lamb` have")
         fused = self._find_state(state)
         layout = self.optimizer.layout_for(fused) if params is None else self.optimizer.layout_of_params(params)
         check_state(self.optimizer, fused, layout)
@@ -176,7 +176,7 @@ def fused(optimizer: Optimizer) -> FusedTransformation[FusedState]:
 def _own_state(state: Any) -> FusedState:
     if not isinstance(state, FusedState):
         raise ValueError(
-            f"`state`: expected the FusedState of this optimizer, got {type(state).__name__}; inside optax.chain "
+            f"`state`: expected the FusedState of this optimizer, got {type_of(state)}; inside optax.chain "
             "pass the member of the tuple that is one, or use fusedopt.chain"
         )
     return state
@@ -205,7 +205,9 @@ def chain(*transforms: optax.GradientTransformation) -> FusedTransformation[Any]
     last = transforms[-1] if transforms else None
     if not isinstance(last, FusedTransformation):
         got = type(last).__name__ if transforms else "nothing"
-        raise TypeError(f"`chain`: the last transformation must be fusedopt's, got {got}")
+        raise TypeError(
+            f"`chain`: the last transformation must be fusedopt's, got {got}; those of optax go in front of it"
+        )
     for t in transforms[:-1]:
         if isinstance(t, FusedTransformation):
             raise TypeError(
@@ -221,7 +223,10 @@ def chain(*transforms: optax.GradientTransformation) -> FusedTransformation[Any]
 
     def run(final: Callable[..., tuple[Any, Any]], grads, state, params, extra):
         if not isinstance(state, tuple) or len(state) != len(front) + 1:
-            raise ValueError(f"`state`: expected a tuple of {len(front) + 1} states, one a transformation")
+            got = f"{len(state)} of them" if type(state) is tuple else type(state).__name__
+            raise ValueError(
+                f"`state`: expected a tuple of {len(front) + 1} states, one for each transformation, got {got}"
+            )
         if front and extra.get("loss_scale") is not None:
             grads, extra = _unscaled(grads, extra)
         new = []

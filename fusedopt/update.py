@@ -17,7 +17,7 @@ from fusedopt.layout import Bucket
 from fusedopt.operands import close_operands, open_operands
 from fusedopt.optimizer import Optimizer
 from fusedopt.scalars import callers_flag, guarded, of_group, rule_scalars, scalars_key, unscale_factor
-from fusedopt.state import FusedState, buffers_of, check_state, fields_of, live_buckets
+from fusedopt.state import STEP_ORDER, FusedState, buffers_of, check_kind, check_state, fields_of, live_buckets
 
 INT32_MAX = np.int32(2**31 - 1)
 
@@ -31,11 +31,8 @@ def step(
     in_place: bool,
 ) -> tuple[Any, FusedState]:
     """``(new params, state)`` if `in_place`, else ``(updates, state)``. See `transforms`."""
-    if params is None and (in_place or opt.needs_params):
-        raise ValueError(
-            "`params` are needed: weight decay, trust ratios, averages and master weights are computed from the "
-            "parameters; call update(grads, state, params)"
-        )
+    check_kind(state, STEP_ORDER)
+    check_params_given(opt, params, in_place)
     layout, g, p = open_operands(opt, grads, params)
     check_state(opt, state, layout)
     opt.remember(state, layout)
@@ -105,6 +102,15 @@ def step(
         fields["grad_norm"] = measured.grad_norm
     state = _next_state(state, fields, still, bad, micro_step, opt.accumulate)
     return close_operands(layout, new, g, p, in_place), state
+
+
+def check_params_given(opt: Optimizer, params: Any, in_place: bool) -> None:
+    if params is None and (in_place or opt.needs_params):
+        call = "apply" if in_place else "update"
+        raise ValueError(
+            f"`params` are needed, got None: call {call}(grads, state, params); weight decay, trust ratios, averages and master "
+            "weights are computed from them"
+        )
 
 
 class Measured(NamedTuple):

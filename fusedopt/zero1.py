@@ -15,12 +15,13 @@ from fusedopt.layout import FlatLayout
 from fusedopt.operands import Operands, close_operands, open_operands
 from fusedopt.optimizer import Optimizer
 from fusedopt.packing import FlatParams, pack, slot_dtype
+from fusedopt.paths import show
 from fusedopt.scalars import callers_flag
 from fusedopt.shards import Shards, check_local, check_shards, check_whole, mapped
-from fusedopt.state import FusedState, check_state
+from fusedopt.state import STEP_ORDER, FusedState, check_kind, check_state
 from fusedopt.transformation import FusedTransformation, _own_state
 from fusedopt.typing import PyTree
-from fusedopt.update import step
+from fusedopt.update import check_params_given, step
 
 
 def zero1(tx: FusedTransformation[FusedState], mesh: Mesh, axis: str = "data") -> Zero1Transformation:
@@ -113,6 +114,7 @@ class Zero1Transformation(FusedTransformation[FusedState]):
 
     def specs(self, state: FusedState) -> FusedState:
         """PartitionSpecs of a state (arrays or abstract), for the in_specs and out_specs of a shard_map."""
+        check_kind(state)
         names = self.optimizer.buffer_names
         return jax.tree_util.tree_map_with_path(lambda path, _: P(self.axis) if path[0].name in names else P(), state)
 
@@ -186,8 +188,8 @@ class Zero1Transformation(FusedTransformation[FusedState]):
 
     def _step(self, grads: Any, state: FusedState, params: Any, extra: Mapping[str, Any], in_place: bool):
         opt = self.optimizer
-        if params is None and (in_place or opt.needs_params):
-            raise ValueError("`params` are needed by this optimizer: call update(grads, state, params)")
+        check_kind(state, STEP_ORDER)
+        check_params_given(opt, params, in_place)
         check_whole(grads, "grads")
         check_whole(params, "params")
         layout, g, p = open_operands(opt, grads, params)
@@ -250,8 +252,10 @@ class Zero1Transformation(FusedTransformation[FusedState]):
         buckets = []
         for b, x in zip(layout.buckets, operands.buckets, strict=True):
             if isinstance(x, pallas_kernels.Pieces) and x.absent:
+                leaf = show(layout.segments_of(b)[min(x.absent)].path)
                 raise ValueError(
-                    f"`{name}`: None in bucket `{b.name}`; under zero1 every leaf needs a gradient, or freeze it"
+                    f"`{name}` leaf `{leaf}`: expected an array, got None; under zero1 every leaf needs a gradient, or a frozen "
+                    "Group"
                 )
             buckets.append(jax.numpy.zeros(b.shape, b.dtype) if x is None else pallas_kernels.join(x))
         return FlatParams(buckets, (), layout)

@@ -136,10 +136,15 @@ def check_pieces(buffers: Sequence[Any]) -> None:
     pieces = [x for x in buffers if isinstance(x, Pieces)]
     for x in pieces:
         if (x.shapes, x.row) != (pieces[0].shapes, pieces[0].row):
-            raise ValueError("buffers in pieces: expected the same shapes and rows in all of a call")
+            raise ValueError(
+                f"`Pieces` of one call must have the same shapes and rows, got {x.shapes} in rows of {x.row} beside "
+                f"{pieces[0].shapes} in rows of {pieces[0].row}"
+            )
         for j, (piece, shape) in enumerate(zip(x.arrays, x.shapes, strict=True)):
             if piece is not None and piece.shape != shape:
-                raise ValueError(f"piece {j} of a buffer has shape {piece.shape}, expected {shape}")
+                raise ValueError(
+                    f"piece {j} of a buffer has shape {piece.shape}, expected {shape}, its place in `Pieces.shapes`"
+                )
 
 
 REFUSED_PIECES: dict[Backend, str] = {"mosaic": "has no masked loads, which arrays of any size need where they lie"}

@@ -93,7 +93,7 @@ def test_pack_twice_and_of_what_is_no_array():
     flat = fusedopt.pack({"w": jnp.ones(2)})
     with pytest.raises(TypeError, match="`params` is FlatParams already"):
         fusedopt.pack(flat)
-    with pytest.raises(TypeError, match="leaf `params: a/name`: expected an array or a number, got str"):
+    with pytest.raises(TypeError, match="`params` leaf `a/name`: expected an array or a number, got str"):
         fusedopt.pack({"a": {"name": "x"}})
 
 

@@ -589,3 +589,17 @@ def test_eps_inside_under_injection_says_how():
     updates, _ = tx.update(params, tx.init(params), params)
     # eps 1e-8 under the root of v = 1e-3: u = -lr*sqrt(1e-3)/0.1 * 0.1/sqrt(1e-3 + 1e-8), and the decay lr*1e-4
     np.testing.assert_allclose(updates["w"], -1e-3 * (np.sqrt(1e-3 / (1e-3 + 1e-8)) + 1e-4), rtol=2e-6)
+
+
+def test_hyperparams_of_an_ensemble_keep_its_axis():
+    """A state made under vmap is read and set outside of it: for all members, or one value for each."""
+    tx = fusedopt.adamw(1e-2)
+    state = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.stack([x] * 3), {"kernel": jnp.ones((8, 4))}))
+    np.testing.assert_array_equal(tx.hyperparams(state)["learning_rate"], np.full(3, 1e-2, np.float32))
+    same = tx.hyperparams(tx.set_hyperparams(state, learning_rate=0.5))
+    np.testing.assert_array_equal(same["learning_rate"], np.full(3, 0.5, np.float32))
+    np.testing.assert_array_equal(same["eps"], np.full(3, 1e-8, np.float32))
+    each = tx.hyperparams(tx.set_hyperparams(state, b1=jnp.array([0.5, 0.75, 0.25])))
+    np.testing.assert_array_equal(each["b1"], np.array([0.5, 0.75, 0.25], np.float32))
+    with pytest.raises(ValueError, match=r"`b1`: expected a 0-d array, got shape \(2,\)"):
+        tx.set_hyperparams(state, b1=jnp.array([0.5, 0.75]))

@@ -151,7 +151,7 @@ def test_R80_every_leaf_has_a_ratio_of_its_own(form, solo_from):
 @pytest.mark.parametrize("make", [fusedopt.lars, fusedopt.adam, fusedopt.sgd])
 def test_R83_complex_parameters_are_refused_by_name(make):
     p = {"fc": {"kernel": jnp.full((1, 2), 3 + 4j, jnp.complex64)}}
-    with pytest.raises(TypeError, match=r"`params: fc/kernel` is complex64.*split_real_and_imaginary"):
+    with pytest.raises(TypeError, match=r"`params` leaf `fc/kernel` is complex64.*split_real_and_imaginary"):
         make(1.0).init(p)
     with pytest.raises(TypeError, match="complex64"):
         fusedopt.pack(p)

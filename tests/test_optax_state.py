@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -356,87 +354,3 @@ def test_R127_leaves_that_share_a_buffers_shape_are_told_apart_by_path():
         fusedopt.from_optax_state(tx, optax_state, new, extras)
     with pytest.raises(ValueError, match=r"`mu` of leaf `a`: got shape \(2, 3\), expected \(3, 3\)"):
         fusedopt.from_optax_state(tx, optax_state, new, extras, fresh=[("c",)])
-
-
-# ---------------------------------------------------------------------------------------- errors
-
-W = {"w": jnp.ones((2, 2)), "v": jnp.ones((2, 2))}
-
-
-@pytest.mark.parametrize(
-    ("tx", "optax_state", "options", "message"),
-    [
-        (
-            fusedopt.adamw(1.0),
-            optax.sgd(1.0, 0.9).init(W),
-            {},
-            "expected ScaleByAdamState for this optimizer, found TraceState",
-        ),
-        (fusedopt.adamw(1.0), optax.sgd(1.0).init(W), {}, "expected ScaleByAdamState with mu and nu, found only tuple"),
-        (
-            fusedopt.sgd(1.0),
-            optax.adam(1.0).init(W),
-            {},
-            "expected no moments for this optimizer, found ScaleByAdamState",
-        ),
-        (
-            fusedopt.adam(1.0),
-            optax.adam(1.0).init({"w": W["w"]}),
-            {},
-            r"no `mu` for leaf `v` of `params`.*fresh=\[\('v',\)\]",
-        ),
-        (fusedopt.adam(1.0), fusedopt.adam(1.0).init(W), {}, "holds a FusedState"),
-        (fusedopt.adam(1.0), optax.adam(1.0).init(W), {"fresh": [("x",)]}, "`fresh`: `x` is the path of no leaf"),
-        (fusedopt.adam(1.0, ema_decay=0.5), optax.adam(1.0).init(W), {"extras": {"count": 1}}, "`extras` has no `ema`"),
-        (
-            fusedopt.adam(1.0),
-            optax.chain(optax.scale_by_adam(), optax.scale_by_adam()).init(W),
-            {},
-            "two ScaleByAdamState with `mu` of leaf `v`",
-        ),
-        (
-            fusedopt.sgd(lambda t: 1.0),
-            optax.sgd(1.0).init(W),
-            {},
-            "has no count, which this optimizer's step depends on",
-        ),
-        (
-            fusedopt.adam(1.0),
-            (optax.adam(1.0).init(W), optax.ScaleByScheduleState(jnp.int32(3))),
-            {},
-            r"expected one count, got \{'ScaleByAdamState.count': 0, 'ScaleByScheduleState.count': 3\}",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(tx, optax_state, options, message):
-    with pytest.raises(ValueError, match=message):
-        fusedopt.from_optax_state(tx, optax_state, W, **options)
-
-
-def test_arguments_of_a_wrong_kind():
-    tx = fusedopt.adam(1.0)
-    for call in (
-        lambda: fusedopt.to_optax_state(optax.adam(1.0), (), W),
-        lambda: fusedopt.from_optax_state(None, (), W),
-    ):
-        with pytest.raises(TypeError, match="`tx`: expected an optimizer made by fusedopt"):
-            call()
-    with pytest.raises(ValueError, match="expected one FusedState in it, got 0 in a tuple"):
-        fusedopt.to_optax_state(tx, optax.adam(1.0).init(W), W)
-    with pytest.raises(ValueError, match=r"`state\.mu` is of another layout"):
-        fusedopt.to_optax_state(tx, tx.init(W), {"w": jnp.ones((2, 2)), "bias": jnp.ones(2)})
-    for fresh in ("head", ("head",), [["head"]]):
-        with pytest.raises(TypeError, match="`fresh`: expected"):
-            fusedopt.from_optax_state(tx, optax.adam(1.0).init(W), W, fresh=fresh)
-    with pytest.raises(ValueError, match=re.escape("`like` has no place for `mu` of leaf `v`")):
-        fusedopt.to_optax_state(tx, tx.init(W), W, like=optax.adam(1.0).init({"w": W["w"]}))
-
-
-def test_nothing_is_shared():
-    params = {"w": jnp.ones((4, 4))}
-    tx = fusedopt.adam(1.0, packing=PACKINGS["solo"])
-    state = tx.init(params)
-    optax_state, extras = fusedopt.to_optax_state(tx, state, params)
-    again = fusedopt.from_optax_state(tx, optax_state, params, extras)
-    pointers = [x.unsafe_buffer_pointer() for t in (state, optax_state, extras, again) for x in jax.tree.leaves(t)]
-    assert len(set(pointers)) == len(pointers)

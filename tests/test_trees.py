@@ -427,9 +427,9 @@ def test_params_are_not_asked_for_without_decay(name):
 
 @pytest.mark.parametrize("factory", [fusedopt.sgd, fusedopt.adam, fusedopt.adamw, fusedopt.lars])
 def test_complex_leaves_are_refused_by_name(factory):
-    with pytest.raises(TypeError, match=r"`params: a/z` is complex64"):
+    with pytest.raises(TypeError, match=r"`params` leaf `a/z` is complex64"):
         factory(LR).init({"a": {"z": jnp.ones((2, 2), jnp.complex64)}})
-    with pytest.raises(TypeError, match=r"`params: a/z` is complex64"):
+    with pytest.raises(TypeError, match=r"`params` leaf `a/z` is complex64"):
         fusedopt.pack({"a": {"z": 1j}})
 
 
@@ -445,7 +445,7 @@ def test_complex_and_integer_gradients_of_a_weight_are_refused():
 def test_leaves_that_are_no_arrays_are_refused_by_name(leaf):
     for make in (fusedopt.adam(LR).init, fusedopt.pack):
         with pytest.raises(
-            TypeError, match=r"`params: a/x`: expected an array or a number, got " + type(leaf).__name__
+            TypeError, match=r"`params` leaf `a/x`: expected an array or a number, got " + type(leaf).__name__
         ):
             make({"a": {"x": leaf}})
 

@@ -275,7 +275,7 @@ def test_our_chain_keeps_apply(flat):
     assert float(tx.hyperparams(tx.set_hyperparams(one, learning_rate=0.5))["learning_rate"]) == 0.5
 
 
-def test_our_chain_nests_and_refuses_what_cannot_work():
+def test_our_chain_nests():
     inner = fusedopt.chain(optax.clip(1.0), fusedopt.lars(LR))
     tx = fusedopt.chain(optax.scale(2.0), inner)
     p = params()
@@ -283,14 +283,6 @@ def test_our_chain_nests_and_refuses_what_cannot_work():
     _, state = jax.jit(tx.update)(gradient(0.0), state, p)
     assert set(tx.trust_ratios(state)) == {("dense", "kernel"), ("out", "kernel")}
     assert float(tx.hyperparams(tx.set_hyperparams(state, momentum=0.5))["momentum"]) == 0.5
-    with pytest.raises(TypeError, match="the last transformation must be fusedopt's"):
-        fusedopt.chain(adamw(), optax.scale(1.0))
-    with pytest.raises(TypeError, match="only the last transformation may be fusedopt's"):
-        fusedopt.chain(adamw(), adamw())
-    with pytest.raises(TypeError, match="got nothing"):
-        fusedopt.chain()
-    with pytest.raises(ValueError, match="expected a tuple of 2 states"):
-        tx.update(gradient(0.0), state[:1], p)
 
 
 # ----------------------------------------------------------------------------- optax's state helpers

@@ -45,7 +45,9 @@ class Adam(Rule):
 
     def __post_init__(self):
         if self.eps_inside and self.nesterov:
-            raise ValueError("`eps_inside`: there is no published form with `nesterov`")
+            raise ValueError(
+                "`eps_inside`: expected False with `nesterov`=True, got True; there is no published form of both"
+            )
 
     def scalars(self, h, t):
         b1, b2 = h["b1"], h["b2"]

@@ -74,7 +74,9 @@ def lamb(
     if max_trust_ratio is not None:
         items.append(Hyperparam("max_trust_ratio", max_trust_ratio, open_low=True))
     else:
-        absent["max_trust_ratio"] = "this optimizer was made without a limit"
+        absent["max_trust_ratio"] = (
+            "this optimizer was made without a limit; max_trust_ratio=jnp.float32(jnp.inf) is none"
+        )
     return build(
         Lamb(),
         items,

@@ -64,7 +64,7 @@ def sgd(
     if momentum is not None:
         items.append(decay_rate("momentum", momentum, open_high=False))
     else:
-        absent["momentum"] = "this optimizer was made without momentum and holds no velocity"
+        absent["momentum"] = "this optimizer was made without momentum and holds no velocity; momentum=0.0 holds one"
     return build(
         Sgd(momentum=momentum is not None, nesterov=bool(nesterov) and momentum is not None),
         items,

@@ -301,30 +301,3 @@ def test_no_scalars_and_constants():
     (new,), (one,) = pk.elementwise(lambda s, w: (w * 2, 1.0), jnp.zeros((0,)), [jnp.ones(5)], emit=[jnp.float16])
     np.testing.assert_array_equal(new, np.full(5, 2.0))
     np.testing.assert_array_equal(one, np.ones(5, np.float16))
-
-
-ERRORS = {
-    "no buffers": (dict(updated=[], read=[]), ValueError, "`updated` and `read` are both empty"),
-    "shape": (dict(read=[jnp.ones(5)]), ValueError, r"`read\[0\]` has shape \(5,\), expected \(4,\)"),
-    "dtype": (dict(read=[jnp.ones(4, jnp.int32)]), TypeError, r"`read\[0\]` has dtype int32, expected one of bfloat16"),
-    "emit": (dict(emit=[jnp.int32]), TypeError, r"`emit\[0\]` has dtype int32"),
-    "scalars shape": (dict(scalars=jnp.ones((17,))), ValueError, r"`scalars` has shape \(17,\), expected \(k,\)"),
-    "scalars dtype": (dict(scalars=jnp.ones((1,), jnp.bfloat16)), TypeError, "`scalars` has dtype bfloat16"),
-    "row": (dict(row=100), ValueError, "`row` must be 128, 256, 512 or 1024, got 100"),
-    "row buffers": (dict(row_scalars=[jnp.ones(1)]), ValueError, r"multiple of row=128 elements, got shape \(4,\)"),
-    "outputs": (dict(emit=[f32]), ValueError, r"`fn` must return 2 arrays \(updated \+ emit\), got 1"),
-    "backend": (dict(backend="cuda"), ValueError, "`backend` must be None or one of '\\w+', '\\w+', 'xla', got 'cuda'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    arguments, kind, message = ERRORS[error]
-    arguments = dict(scalars=jnp.ones(2), updated=[jnp.ones(4)], read=[jnp.ones(4)]) | arguments
-    with pytest.raises(kind, match=message):
-        pk.elementwise(sgd, arguments.pop("scalars"), arguments.pop("updated"), arguments.pop("read"), **arguments)
-
-
-def test_row_scalars_shape_error():
-    with pytest.raises(ValueError, match=r"`row_scalars\[0\]` has shape \(3,\), expected \(2,\)"):
-        pk.elementwise(sgd, SCALARS, [jnp.ones(256)], [jnp.ones(256)], row_scalars=[jnp.ones(3)])

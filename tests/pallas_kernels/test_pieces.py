@@ -227,14 +227,3 @@ def test_vmap_scan_and_grad_through_a_multi_tensor_kernel():
     agree(lambda f: jax.jit(jax.vmap(f, (0, None, None)))(rates, w, m))
     agree(lambda f: jax.jit(lambda: jax.lax.scan(lambda c, lr: (f(lr, *c), 0), (w, m), rates)[0])())
     agree(lambda f: jax.jit(jax.grad(lambda lr: jnp.sum(f(lr, w, m)[0].arrays[1])))(rates[0]))
-
-
-def test_what_does_not_fit_is_an_error():
-    like = places(shapes=[(10,), (20,)])
-    w = pieces(0, like)
-    with pytest.raises(ValueError, match="same shapes and rows"):
-        pk.elementwise(lambda s, w, g: (w,), SCALARS, [w], [dataclasses.replace(w, row=256)])
-    with pytest.raises(ValueError, match=r"piece 1 of a buffer has shape \(10,\), expected \(20,\)"):
-        pk.elementwise(lambda s, w: (w,), SCALARS, [w.replaced([w.arrays[0], w.arrays[0]])])
-    with pytest.raises(ValueError, match="all in pieces, or none"):
-        pk.segment_sumsq(lambda s, w, g: (w,), SCALARS, (w, w.joined), like.segments.sizes)

@@ -243,34 +243,6 @@ def test_spread_feeds_row_scalars():
     np.testing.assert_array_equal(got, np.repeat([1, 1, 3, 4, 0, 0, 0], 128))
 
 
-ERRORS = {
-    "none": (dict(arrays=[]), ValueError, "`arrays` is empty"),
-    "shape": (dict(arrays=[jnp.ones(4), jnp.ones(5)]), ValueError, r"`arrays\[1\]` has shape \(5,\), expected \(4,\)"),
-    "dtype": (dict(arrays=[jnp.ones(4, jnp.int32)]), TypeError, r"`arrays\[0\]` has dtype int32"),
-    "short": (dict(sizes=(3,)), ValueError, r"shape \(4,\), expected 1-D with at least 128 elements for 1 segments"),
-    "rank": (dict(arrays=[jnp.ones((128, 2))], sizes=(5,)), ValueError, "expected 1-D"),
-    "negative": (dict(sizes=(-1,)), ValueError, r"`sizes` must not be negative, got \(-1,\)"),
-    "fn dtype": (dict(arrays=[jnp.ones(4, jnp.bfloat16)]), TypeError, "`fn` result 0 has dtype bfloat16, expected"),
-    "row": (dict(row=64), ValueError, "`row` must be 128"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_errors(error):
-    arguments, kind, message = ERRORS[error]
-    arguments = dict(arrays=[jnp.ones(4)], sizes=(4,)) | arguments
-    with pytest.raises(kind, match=message):
-        pk.segment_sumsq(identity, ONE, arguments.pop("arrays"), arguments.pop("sizes"), **arguments)
-
-
-@pytest.mark.parametrize(("total", "message"), [(100, "multiple of 128"), (128, "at least 256, got 128")])
-def test_spread_errors(total, message):
-    with pytest.raises(ValueError, match=message):
-        pk.spread(jnp.ones(2), (1, 1), 128, total)
-    with pytest.raises(ValueError, match=r"`values` has shape \(3,\), expected \(2,\)"):
-        pk.spread(jnp.ones(3), (1, 1), 128, 256)
-
-
 @needs_mosaic
 def test_mosaic_says_which_rows_it_sums():
     with pk.interpret(), pytest.raises(ValueError, match="mosaic: no, sums rows of 1024 elements, got row=128"):
