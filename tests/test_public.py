@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import subprocess
 import sys
 
@@ -118,6 +119,14 @@ def test_importing_fusedopt_pulls_in_no_optional_package():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_importing_fusedopt_starts_no_backend():
+    """Afterwards it is too late for `jax.distributed.initialize` and for the number of devices."""
+    code = "import jax, fusedopt; jax.config.update('jax_num_cpu_devices', 2); print(jax.device_count('cpu'))"
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert out.stdout.strip() == "2"
 
 
 def test_an_optimizer_is_an_optax_transformation():
