@@ -4,6 +4,7 @@
 # make gpu        measure on the GPU of this machine, with the JAX that python3 has: nothing is installed
 # make lint       run the linter
 # make types      run the type checker over the packages and a typed program that uses them
+# make dist       build the sdist and the wheel, and install and use them elsewhere
 # make clean      remove the environment and the caches
 #
 # Each target makes the environment it needs in $(VENV), and makes it again only when pyproject.toml has changed. The
@@ -21,7 +22,7 @@ GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all test-aot gpu lint types clean
+.PHONY: train test test-all test-aot gpu lint types dist clean
 .NOTPARALLEL:
 
 train: $(VENV)/.installed-examples
@@ -46,6 +47,9 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
+dist: $(VENV)/.installed-dev
+	$(BIN)/python .ci/check_dist.py
+
 # One stamp for each extra of pyproject.toml. The environment itself is made first if there is none that runs.
 $(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("fusedopt needs Python 3.11 or newer; $(PYTHON) is " + sys.version)'
@@ -55,5 +59,5 @@ $(VENV)/.installed-%: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
