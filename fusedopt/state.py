@@ -22,7 +22,7 @@ class FusedState(NamedTuple):
     path, `check_restored` looks at buffers out of a checkpoint.
 
     Attributes:
-      count: int32 []: finite steps taken; it stops at 2**31 - 1.
+      count: int32 []: finite steps taken; it stops at ``2**31 - 1``.
       mu: slot: first moment or velocity, float32 (float64 for float64 parameters) unless another dtype was asked for.
       nu: slot: second moment, likewise.
       ema: slot: average of the parameters, float32 or wider.

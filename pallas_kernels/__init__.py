@@ -23,9 +23,9 @@ from pallas_kernels.total_sumsq import total_sumsq as total_sumsq
 
 __all__ = [
     "BLOCK",
+    "ROW",
     "Backend",
     "Pieces",
-    "ROW",
     "SumSq",
     "Support",
     "arrays_of",
