@@ -54,19 +54,18 @@ def packing(rows: Sequence[Row]) -> str:
     """Steps with other `Packing(solo_from=...)` than the default, both modes in a cell: `FlatParams`, `apply`."""
     found = {storage.key(row): row for row in rows}
     here = [r for r in rows if r["section"] == "packing" and r["candidate"].startswith("flat ")]
-    lines = list(dict.fromkeys(r["candidate"].removeprefix("flat ") for r in here))
-    heads = ["`solo_from`", *(f"`{case}`" for case in dict.fromkeys(r["case"] for r in here))]
+    cases = list(dict.fromkeys(r["case"] for r in here))
+
+    def both(case: str, solo_from: str) -> str:
+        return ", ".join(
+            cell(ratio(found.get(("packing", case, f"{mode} {solo_from}"), {}))) for mode in ("flat", "apply")
+        )
+
     body = [
-        [f"`{line}`"]
-        + [
-            ", ".join(
-                cell(ratio(found.get(("packing", head.strip("`"), f"{mode} {line}"), {}))) for mode in ("flat", "apply")
-            )
-            for head in heads[1:]
-        ]
-        for line in lines
+        [f"`{solo_from}`", *(both(case, solo_from) for case in cases)]
+        for solo_from in dict.fromkeys(r["candidate"].removeprefix("flat ") for r in here)
     ]
-    return table(heads, body)
+    return table(["`solo_from`", *(f"`{case}`" for case in cases)], body)
 
 
 def builds(rows: Sequence[Row]) -> str:
