@@ -1,6 +1,7 @@
 # make train      train the first example
 # make test       run the tests            (make test-all: the slow ones too)
 # make test-aot   compile for GPUs without one, and test what comes out
+# make docs       build the site into site/, without a warning; open site/index.html
 # make gpu        measure on the GPU of this machine, with the JAX that python3 has: nothing is installed
 # make lint       run the linter
 # make types      run the type checker over the packages and a typed program that uses them
@@ -22,7 +23,7 @@ GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all test-aot gpu lint types dist clean
+.PHONY: train test test-all test-aot docs gpu lint types dist clean
 .NOTPARALLEL:
 
 train: $(VENV)/.installed-examples
@@ -36,6 +37,9 @@ test-all: $(VENV)/.installed-dev
 
 test-aot: $(VENV)/.installed-dev $(VENV)/.installed-aot
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" tests/aot $(ARGS)
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
@@ -59,5 +63,5 @@ $(VENV)/.installed-%: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .nox dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .nox dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -230,6 +230,9 @@ def weight_mask(params: PyTree) -> PyTree:
 
     Returns:
       A tree of the structure of ``params`` with a Python bool for each leaf.
+
+    Raises:
+      TypeError: complex leaves, or leaves that are no arrays, named by path.
     """
     flat = _paths.flatten(params)
     names = flat.paths()

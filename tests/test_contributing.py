@@ -25,4 +25,4 @@ def test_commands_are_targets_of_the_makefile():
 
 def test_nox_has_a_session_for_each_check():
     tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
-    assert {"tests", "lint", "types", "dist"} <= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert {"tests", "lint", "types", "docs", "dist"} <= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
