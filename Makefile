@@ -1,6 +1,7 @@
 # make train      train the first example
 # make test       run the tests            (make test-all: the slow ones too)
 # make test-aot   compile for GPUs without one, and test what comes out
+# make notebooks  run the notebooks anew, in place
 # make gpu        measure on the GPU of this machine, with the JAX that python3 has: nothing is installed
 # make lint       run the linter
 # make clean      remove the environment and the caches
@@ -20,7 +21,7 @@ GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all test-aot gpu lint clean
+.PHONY: train test test-all test-aot notebooks gpu lint clean
 .NOTPARALLEL:
 
 train: $(VENV)/.installed-examples
@@ -34,6 +35,9 @@ test-all: $(VENV)/.installed-dev
 
 test-aot: $(VENV)/.installed-dev $(VENV)/.installed-aot
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" tests/aot $(ARGS)
+
+notebooks: $(VENV)/.installed-notebooks
+	$(BIN)/python -m notebooks.execute $(ARGS)
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
