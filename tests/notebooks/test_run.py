@@ -16,6 +16,13 @@ CLAIMS = {
     "01_quickstart": """
         assert all(np.max(distance(losses[mode], losses["optax"])) < 1e-3 for mode in modes)  # the same in float32
         assert np.max(distance(fused64, optax64)) < 1e-12  # the rest is rounding
+        # ... and most of it is that of `1 - b2**t`: gone where b2 is a number that loses no digits there
+        exact, start = {"b2": 1 - 2.0**-10}, init_params()
+        tx = optax.adamw(1e-3, **exact, mask=fusedopt.weight_mask)
+        theirs, _, _ = train(optax_step(tx), start, tx.init(start))
+        tx = fusedopt.adamw(1e-3, **exact)
+        ours, _, _ = train(optax_step(tx), start, tx.init(start))
+        assert np.max(distance(ours, theirs)) < 0.2 * np.max(distance(losses["update"], losses["optax"]))
         assert losses["flat"][-10:].mean() < 0.2 * losses["flat"][0]  # it learns
         assert counts["flat"] < counts["apply"] < counts["optax"]
         assert int(state.total_skipped) == 1 and len(traces) == 1
