@@ -2,6 +2,7 @@
 # make test       run the tests            (make test-all: the slow ones too)
 # make test-aot   compile for GPUs without one, and test what comes out
 # make docs       build the site into site/, without a warning; open site/index.html
+# make notebooks  run the notebooks anew, in place
 # make gpu        measure on the GPU of this machine, with the JAX that python3 has: nothing is installed
 # make lint       run the linter
 # make types      run the type checker over the packages and a typed program that uses them
@@ -23,7 +24,7 @@ GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all test-aot docs gpu lint types dist clean
+.PHONY: train test test-all test-aot docs notebooks gpu lint types dist clean
 .NOTPARALLEL:
 
 train: $(VENV)/.installed-examples
@@ -40,6 +41,9 @@ test-aot: $(VENV)/.installed-dev $(VENV)/.installed-aot
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+notebooks: $(VENV)/.installed-notebooks
+	$(BIN)/python -m notebooks.execute $(ARGS)
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
