@@ -3,17 +3,18 @@
     python -m examples.mnist_mlp
     python -m examples.mnist_mlp --optimizer lars --schedule warmup-cosine --mode flat
     python -m examples.mnist_mlp --data DIR     # a folder with the four files of MNIST
+    python -m examples.mnist_mlp --compare      # the same batches with optax, both curves drawn
 
-The three modes are the three ways to hold parameters: `optax` returns updates that
-`optax.apply_updates` adds, `apply` writes the parameters in place, and `flat` keeps them in a few
-long buffers throughout. They compute the same thing; only `make_step` and one line of `train`
-differ.
+The three modes are the three ways to hold parameters: `optax` returns updates that `optax.apply_updates` adds, `apply`
+writes the parameters in place, and `flat` keeps them in a few long buffers throughout. They compute the same thing; only
+`make_step` and one line of `train` differ.
 """
 
 import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,17 +36,23 @@ class Choice(NamedTuple):
     """An optimizer as the command line offers it."""
 
     factory: Callable
+    twin: Callable  # the same in optax, which has no masks of its own
     learning_rate: float  # the default
 
 
+MASK, NESTEROV = fusedopt.weight_mask, {"momentum": 0.9, "nesterov": True}
+LARS = partial(fusedopt.lars, weight_decay=1e-4)
+# Almost the same: its trust ratio has |g + wd*w| where ours has |g| + wd*|w|.
+OPTAX_LARS = partial(optax.lars, weight_decay=1e-4, weight_decay_mask=MASK, trust_ratio_mask=MASK)
+
 OPTIMIZERS = {
-    "sgd": Choice(fusedopt.sgd, 0.5),
-    "momentum": Choice(lambda lr: fusedopt.sgd(lr, momentum=0.9), 0.2),
-    "nesterov": Choice(lambda lr: fusedopt.sgd(lr, momentum=0.9, nesterov=True), 0.2),
-    "adam": Choice(fusedopt.adam, 3e-3),
-    "adamw": Choice(fusedopt.adamw, 3e-3),
-    "lars": Choice(lambda lr: fusedopt.lars(lr, weight_decay=1e-4), 1.0),
-    "lars-nesterov": Choice(lambda lr: fusedopt.lars(lr, weight_decay=1e-4, nesterov=True), 1.0),
+    "sgd": Choice(fusedopt.sgd, optax.sgd, 0.5),
+    "momentum": Choice(partial(fusedopt.sgd, momentum=0.9), partial(optax.sgd, momentum=0.9), 0.2),
+    "nesterov": Choice(partial(fusedopt.sgd, **NESTEROV), partial(optax.sgd, **NESTEROV), 0.2),
+    "adam": Choice(fusedopt.adam, optax.adam, 3e-3),
+    "adamw": Choice(fusedopt.adamw, partial(optax.adamw, mask=MASK), 3e-3),
+    "lars": Choice(LARS, OPTAX_LARS, 1.0),
+    "lars-nesterov": Choice(partial(LARS, nesterov=True), partial(OPTAX_LARS, nesterov=True), 1.0),
 }
 
 
@@ -61,6 +68,7 @@ class Epoch(NamedTuple):
     train_loss: float
     train_accuracy: float
     test_accuracy: float
+    losses: tuple[float, ...]  # of the batches
 
 
 def loss_and_accuracy(params, images, labels):
@@ -93,31 +101,27 @@ def make_learning_rate(peak: float, schedule: str, steps: int):
     return fusedopt.warmup_cosine(peak, steps // 10, steps, peak / 100)
 
 
-def train(data: idx.Dataset, args: argparse.Namespace, console: Console) -> list[Epoch]:
+def train(data: idx.Dataset, args: argparse.Namespace, console: Console, library: str = "fusedopt") -> list[Epoch]:
+    """Trains with the chosen optimizer of `library`, "fusedopt" or "optax"; both see the same batches."""
     batches = len(data.train_images) // args.batch_size
     choice = OPTIMIZERS[args.optimizer]
     peak = choice.learning_rate if args.learning_rate is None else args.learning_rate
-    tx = choice.factory(make_learning_rate(peak, args.schedule, args.epochs * batches))
+    factory, mode = (choice.factory, args.mode) if library == "fusedopt" else (choice.twin, "optax")
+    tx = factory(make_learning_rate(peak, args.schedule, args.epochs * batches))
 
     params = MLP().init(jax.random.key(args.seed), data.train_images[:1])
-    if args.mode == "flat":
+    if mode == "flat":
         params = fusedopt.pack(params)
     state = tx.init(params)
 
-    step, evaluate = make_step(tx, args.mode), jax.jit(loss_and_accuracy)
+    step, evaluate = make_step(tx, mode), jax.jit(loss_and_accuracy)
     shuffle = np.random.default_rng(args.seed)
     history = []
+    columns = (TextColumn("{task.description}, epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn(),
+               TextColumn("{task.fields[batch]}"), TimeElapsedColumn())  # fmt: skip
     # A file or a pipe gets no bar, only the table at the end.
-    with Progress(
-        TextColumn("epoch {task.fields[epoch]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[batch]}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as progress:
-        bar = progress.add_task("", total=args.epochs * batches, epoch=1, batch="")
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(library, total=args.epochs * batches, epoch=1, batch="")
         for epoch in range(1, args.epochs + 1):
             # Whole batches only: a shorter last one would compile the step a second time.
             order = shuffle.permutation(len(data.train_images))[: batches * args.batch_size]
@@ -129,7 +133,7 @@ def train(data: idx.Dataset, args: argparse.Namespace, console: Console) -> list
                 text = "loss {:.4f}  accuracy {:.2%}".format(*metrics[-1])
                 progress.update(bar, advance=1, epoch=epoch, batch=text)
             _, test_accuracy = evaluate(params, data.test_images, data.test_labels)
-            history.append(Epoch(*np.mean(metrics, axis=0), float(test_accuracy)))
+            history.append(Epoch(*np.mean(metrics, axis=0), float(test_accuracy), tuple(loss for loss, _ in metrics)))
     return history
 
 
@@ -137,14 +141,29 @@ def show(history: Sequence[Epoch], console: Console) -> None:
     table = Table()
     for title in ("epoch", "train loss", "train acc", "test acc"):
         table.add_column(title, justify="right")
-    for number, epoch in enumerate(history, 1):
-        table.add_row(
-            str(number),
-            f"{epoch.train_loss:.4f}",
-            f"{epoch.train_accuracy:.2%}",
-            f"{epoch.test_accuracy:.2%}",
-        )
+    for i, epoch in enumerate(history, 1):
+        table.add_row(str(i), f"{epoch.train_loss:.4f}", f"{epoch.train_accuracy:.2%}", f"{epoch.test_accuracy:.2%}")
     console.print(table)
+
+
+def compare(ours: Sequence[Epoch], theirs: Sequence[Epoch], path: Path, console: Console) -> None:
+    """Prints how far two trainings are apart, and draws the losses of both."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    mine, optaxs = (np.concatenate([epoch.losses for epoch in history]) for history in (ours, theirs))
+    axes.plot(optaxs, label="optax", color="0.7", linewidth=3)
+    axes.plot(mine, label="fusedopt", color="C3", linewidth=1)
+    axes.set(xlabel="step", ylabel="training loss of the batch", yscale="log")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    apart = np.abs(mine - optaxs)
+    console.print(
+        f"losses apart: {apart[:10].max():.1e} at most in the first ten steps, {apart.max():.1e} in all {len(apart)}"
+    )
+    console.print(f"test accuracy: {100 * theirs[-1].test_accuracy:.2f} % with optax; both curves in {path}")
 
 
 def positive(kind: type) -> Callable:
@@ -159,9 +178,7 @@ def positive(kind: type) -> Callable:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.mnist_mlp", description=__doc__.partition("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m examples.mnist_mlp", description=__doc__.partition("\n")[0])
     rates = ", ".join(f"{name} {choice.learning_rate:g}" for name, choice in OPTIMIZERS.items())
     add = parser.add_argument
     add("--data", type=Path, help="folder with the four MNIST files; default: real digits, 8 x 8")
@@ -174,6 +191,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--device", choices=("cpu", "gpu"), help="default: JAX's own choice")
     add("--mode", choices=("optax", "apply", "flat"), default="flat")
+    add("--compare", action="store_true", help="train with optax as well, on the same batches")
+    add("--plot", type=Path, default=Path("runs/mnist_mlp.png"), help="what --compare draws (default: %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -220,6 +239,9 @@ def main(argv: Sequence[str] | None = None) -> float:
         history = train(data, args, console)
     show(history, console)
     console.print(f"{time.perf_counter() - started:.1f} s")
+    if args.compare:
+        with jax.default_device(device):
+            compare(history, train(data, args, console, "optax"), args.plot, console)
     console.print(f"test accuracy: {100 * history[-1].test_accuracy:.2f} %")
     return history[-1].test_accuracy
 

@@ -114,9 +114,8 @@ def plot(path: Path, stay: Sequence[float], visit: Sequence[float], args: argpar
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(stay, label=f"{args.optimizer}, optax throughout", linewidth=3, color="0.7")
-    axes.plot(visit, label="fusedopt in the middle", linewidth=1, color="C3")
-    for end in (args.steps, 2 * args.steps):
-        axes.axvline(end, color="0.5", linestyle=":", linewidth=1)
+    axes.plot(visit, label=f"{args.optimizer}, fusedopt in the middle", linewidth=1, color="C3")
+    axes.axvspan(args.steps, 2 * args.steps, color="C3", alpha=0.1, linewidth=0, label="steps that fusedopt takes")
     axes.set(xlabel="step", ylabel="training loss", yscale="log")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -136,8 +136,9 @@ def plot(path: Path, curves: dict[str, tuple[int, Sequence[float]]]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for i, (name, (first, losses)) in enumerate(curves.items()):
-        axes.plot(range(first, first + len(losses)), losses, label=name, linewidth=2 - i, color=("0.6", "C3")[i % 2])
+    styles = {"optax": {"color": "0.7", "linewidth": 3}, "fusedopt": {"color": "C3", "linewidth": 1}}
+    for name, (first, losses) in curves.items():
+        axes.plot(range(first, first + len(losses)), losses, label=name, **styles[name])
     axes.set(xlabel="step", ylabel="training loss, nats a character")
     axes.legend()
     figure.savefig(path, dpi=150)
@@ -173,16 +174,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
     curves = {}
     if args.compare:
         rival = fusedopt.TrainState.create(apply_fn=model.apply, params=params, tx=twin(args))
-        _, losses, seconds = run(rival, args, data, "optax", console)
-        curves["optax"] = (0, losses)
-        console.print(f"optax: {1e3 * seconds:.0f} ms a step")
+        _, theirs, _ = run(rival, args, data, "optax", console)
+        curves["optax"] = (0, theirs)
     state, losses, seconds = run(state, args, data, "fusedopt", console)
     curves["fusedopt"] = (first, losses)
     args.out.mkdir(parents=True, exist_ok=True)
     stored.write_bytes(serialization.to_bytes(state))
     plot(args.out / "loss.png", curves)
     recent = np.mean(losses[-20:]) if losses else float("nan")
-    console.print(f"fusedopt: {1e3 * seconds:.0f} ms a step, loss {recent:.3f} (mean of the last 20 of {int(state.step)} steps)")
+    if args.compare:
+        apart = np.abs(np.subtract(losses, theirs[first:]))
+        console.print(f"optax: loss {np.mean(theirs[-20:]):.3f}; losses at most {apart.max(initial=0):.1e} apart")
+    console.print(
+        f"fusedopt: {1e3 * seconds:.0f} ms a step, loss {recent:.3f} (mean of the last 20 of {int(state.step)} steps)"
+    )
     console.print(f"stored in {stored}, curves in {args.out / 'loss.png'}")
     if args.sample > 0:
         console.print(write(state, characters, args.sample, args.seed), markup=False, highlight=False)

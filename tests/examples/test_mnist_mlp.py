@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from examples import idx, mnist_mlp
+from tests.helpers import standard_promotion
 
 MODES = ("optax", "apply", "flat")
 
@@ -23,9 +24,10 @@ def digits(cache):
     return idx.read_mnist(idx.cached_digits(cache))
 
 
-def train(digits, *argv):
+def train(digits, *argv, library="fusedopt"):
     console = Console(file=io.StringIO())
-    return mnist_mlp.train(digits, mnist_mlp.parse_args([str(arg) for arg in argv]), console)
+    with standard_promotion():  # for optax
+        return mnist_mlp.train(digits, mnist_mlp.parse_args([str(arg) for arg in argv]), console, library)
 
 
 def test_the_defaults_reach_97_percent(cache, capsys):
@@ -60,6 +62,31 @@ def test_the_modes_compute_the_same(digits, optimizer):
     for other in others:
         # One epoch: rounding differs between the modes, and training amplifies it.
         np.testing.assert_allclose(other[0].train_loss, first[0].train_loss, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in mnist_mlp.OPTIMIZERS if name != "adamw")],
+)
+def test_the_losses_fall_as_optaxs(digits, optimizer):
+    ours, theirs = (train(digits, "--optimizer", optimizer, "--epochs", 1, library=x) for x in ("fusedopt", "optax"))
+    assert len(ours[0].losses) == 22
+    # 22 steps amplify rounding; optax's LARS has |g + wd*w| where ours has |g| + wd*|w|.
+    tolerance = 5e-3 if "lars" in optimizer else 1e-4
+    np.testing.assert_allclose(ours[0].losses, theirs[0].losses, atol=tolerance, rtol=0)
+    assert ours[0].losses[-1] < 0.7 * ours[0].losses[0]
+
+
+def test_compare_trains_with_both_and_draws(cache, tmp_path, capsys):
+    plot = tmp_path / "new" / "curves.png"
+    with standard_promotion():
+        accuracy = mnist_mlp.main(["--cache", str(cache), "--compare", "--epochs", "1", "--plot", str(plot)])
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    out = " ".join(capsys.readouterr().out.split())
+    apart = re.search(r"losses apart: (\S+) at most in the first ten steps, (\S+) in all 22", out)
+    assert 0 <= float(apart[1]) <= float(apart[2]) < 1e-4
+    theirs = re.search(r"test accuracy: (\S+) % with optax", out)
+    assert abs(float(theirs[1]) - 100 * accuracy) <= 100 / 360  # one image
 
 
 def test_the_seed_decides_everything(digits):

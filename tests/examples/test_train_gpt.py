@@ -32,10 +32,12 @@ def test_it_resumes_where_it_was_and_draws(small, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_learns_as_optax_does(small):
+def test_it_learns_as_optax_does(small, capsys):
     losses = small("--steps", "40", "--compare")
     # Two float32 programs of one network: their roundings grow with the steps.
-    np.testing.assert_allclose(losses["fusedopt"][:10], losses["optax"][:10], rtol=1e-3)
+    np.testing.assert_allclose(losses["fusedopt"], losses["optax"], rtol=1e-4)
+    apart = np.max(np.abs(np.subtract(losses["fusedopt"], losses["optax"])))
+    assert f"losses at most {apart:.1e} apart" in capsys.readouterr().out
     assert np.mean(losses["fusedopt"][-5:]) < losses["fusedopt"][0] - 0.4
 
 

@@ -9,12 +9,16 @@ from examples import train_resnet_lars
 from tests.helpers import standard_promotion
 
 
+def run(tmp_path, *options):
+    paths = ["--cache", str(tmp_path), "--plot", str(tmp_path / "curves.png")]
+    with standard_promotion(), train_resnet_lars.jax.numpy_rank_promotion("allow"):
+        return train_resnet_lars.main(["--batch-size", "128", "--compare", *paths, *options])
+
+
 @pytest.mark.slow
 def test_it_learns_compares_and_draws(tmp_path):
-    plot = tmp_path / "curves.png"
-    argv = ["--epochs", "6", "--batch-size", "128", "--compare", "--cache", str(tmp_path), "--plot", str(plot)]
-    with standard_promotion(), train_resnet_lars.jax.numpy_rank_promotion("allow"):
-        results = train_resnet_lars.main(argv)
+    results = run(tmp_path, "--epochs", "6")
+    assert list(results) == ["optax.lars", "lars", "sgd"]
     for result in results.values():
         assert len(result["losses"]) == 6 * 11
         assert np.mean(result["losses"][-5:]) < 0.5 * result["losses"][0]
@@ -22,7 +26,18 @@ def test_it_learns_compares_and_draws(tmp_path):
     ratios = results["lars"]["ratios"]
     assert len(ratios) == 12  # eleven convolutions and the classifier
     assert all(len(values) == 6 and np.all(np.isfinite(values)) for values in ratios.values())
-    assert plot.stat().st_size > 10_000
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_with_optaxs_ratio_the_losses_are_optaxs(tmp_path, capsys):
+    results = run(tmp_path, "--epochs", "1", "--trust-ratio", "optax")
+    ours, theirs = (np.array(results[name]["losses"]) for name in ("lars", "optax.lars"))
+    # Two float32 programs of one network: their roundings grow with the steps.
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    apart = np.abs(ours - theirs)
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"{apart[:10].max():.1e} apart in the first ten steps, {apart.max():.1e} in all" in out
 
 
 def test_images_are_moved_by_a_pixel_at_most():
