@@ -57,6 +57,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
     """
 
     apply: Callable[..., tuple[Any, Any]]
+    last: FusedTransformation | None = None  # of a chain, the optimizer that it ends in
 
     def __new__(cls, init, update, apply, optimizer: Optimizer, find_state, put_state):
         self = super().__new__(cls, init, update)
@@ -225,7 +226,7 @@ def chain(*transforms: Any) -> FusedTransformation:
     def apply(grads: Any, state: tuple, params: Any, **extra: Any):
         return run(last.apply, grads, state, params, extra)
 
-    return FusedTransformation(
+    chained = FusedTransformation(
         init,
         update,
         apply,
@@ -233,6 +234,8 @@ def chain(*transforms: Any) -> FusedTransformation:
         find_state=lambda state: last._find_state(state[-1]),
         put_state=lambda state, new: (*state[:-1], last._put_state(state[-1], new)),
     )
+    chained.last = last
+    return chained
 
 
 def _unscaled(grads: Any, extra: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
