@@ -45,6 +45,7 @@ PUBLIC = [
     "lion",
     "pack",
     "repack",
+    "report",
     "sgd",
     "to_optax_state",
     "warmup_cosine",
