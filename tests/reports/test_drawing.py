@@ -21,12 +21,15 @@ from tests.reports.test_report import FULL, small
 BF16_RESNET = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), models.shapes("resnet50"))
 FROZEN = [fusedopt.Group("stem", lambda path, leaf: path[0] == "stem", frozen=True)]
 
+LAYERS = [fusedopt.Group(f"g{i}", lambda path, leaf, i=i: path[0] == f"layer_{i:03}") for i in range(200)]
+
 REPORTS = {
     "mlp": lambda: fusedopt.report(fusedopt.adamw(0.1), models.shapes("mlp_mnist")),
     "resnet50": lambda: fusedopt.report(fusedopt.adamw(0.1), models.shapes("resnet50")),
     "many_small": lambda: fusedopt.report(fusedopt.lion(0.1), models.shapes("many_small")),
     "full": lambda: fusedopt.report(fusedopt.adamw(0.1, groups=FROZEN, **FULL), BF16_RESNET),
     "sgd": lambda: fusedopt.report(fusedopt.sgd(0.1), small(), mode="flat"),
+    "layers": lambda: fusedopt.report(fusedopt.adamw(0.1, groups=LAYERS), models.shapes("deep_narrow")),
 }
 
 
@@ -123,8 +126,7 @@ def test_bars_are_as_long_as_the_memory():
 
 
 def test_more_groups_than_fit_are_counted():
-    layers = [fusedopt.Group(f"g{i}", lambda path, leaf, i=i: path[0] == f"layer_{i:03}") for i in range(200)]
-    figure = fusedopt.report(fusedopt.sgd(0.1, groups=layers), models.shapes("deep_narrow")).plot()
+    figure = REPORTS["layers"]().plot()
     assert figure.axes[0].get_xlabel() == "and 176 more strips with 352 leaves"
     assert len(figure.axes[0].get_yticks()) == drawing.MOST_STRIPS == 24
 

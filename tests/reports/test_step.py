@@ -9,6 +9,7 @@ import pytest
 
 import fusedopt
 from fusedopt.reports import hlo, program
+from pallas_kernels import compat
 from tests.helpers import RAGGED, abstract, case
 from tests.reports.test_report import FULL, SMALL, small
 
@@ -95,8 +96,11 @@ def test_the_compiled_program_is_counted(name, mode, shapes, options, monkeypatc
     (compiled, donated), p = caught[0], report.program
     analysis = compiled.cost_analysis()
     analysis = analysis[0] if isinstance(analysis, list) else analysis  # before JAX 0.11
-    # It counts the scalars of a fusion otherwise: some bytes of each kernel.
-    assert p.accessed == pytest.approx(analysis["bytes accessed"], rel=0.01)
+    # It counts the scalars of a fusion otherwise, some bytes of each kernel.
+    assert p.accessed <= 1.01 * analysis["bytes accessed"]
+    if compat.BARRIERS_REACH_KERNELS or mode == "flat":
+        assert p.accessed >= 0.99 * analysis["bytes accessed"]
+    # Otherwise a leaf is cut out of the sum that makes it, w + u, in one kernel, of which XLA counts the whole operands.
     assert report.needed_bytes <= p.accessed <= 12 * report.needed_bytes
     lines = compiled.as_text().split("\nENTRY ")[1].split("\n}")[0].splitlines()[1:]
     silent = re.compile(r" (parameter|constant|get-tuple-element|tuple|bitcast)\(")
