@@ -148,7 +148,7 @@ class Doctor:
                 f"not tested, they cannot run here: {', '.join(untested)}; --interpret tests what can be interpreted"
             )
         head = ("backend", "step", "compared with", "", "difference")
-        return Table(f"Self-test on {jax.devices()[0].device_kind}", head, rows, left=4, notes=notes)
+        return Table(f"Self-test on {pallas_kernels.dispatch.target().kind}", head, rows, left=4, notes=notes)
 
     def __rich__(self) -> Any:
         return render.rich(self.heading, self.tables())
