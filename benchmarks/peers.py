@@ -6,7 +6,6 @@ order, donated: what optax would cost without donation is not of interest.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import optax
 import fusedopt
 from benchmarks.cases import Tree
 from benchmarks.programs import MissingError, Program, relaxed
+from fusedopt.reports import bandwidth
 
 LR, DECAY = 1e-3, 1e-4
 MASK = fusedopt.weight_mask
@@ -189,39 +189,11 @@ class TorchSteps:
         return [t.detach().numpy() for t in self.tensors]
 
 
-COPY_SIZE = 2**26
-"""Numbers that a copy copies, 256 MiB: more than caches hold."""
-
-
-class HostCopy:
-    """From one array to another, with NumPy on all cores: no step moves memory faster than this."""
-
-    def __init__(self, size: int = COPY_SIZE):
-        workers = os.cpu_count() or 1
-        self.bytes = 8 * size
-        source, target = np.ones(size, np.float32), np.zeros(size, np.float32)
-        self._parts = [np.array_split(x, workers) for x in (target, source)]
-        self._pool = concurrent.futures.ThreadPoolExecutor(workers)
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            for _ in self._pool.map(np.copyto, *self._parts):
-                pass
-
-
-class XlaCopy(Program):
-    """Adds one to an array in place: the simplest program that reads and writes all of it."""
-
-    def __init__(self, size: int = COPY_SIZE):
-        super().__init__(lambda x: (x + jnp.ones((), x.dtype),), (jnp.zeros(size, jnp.float32),), ())
-        self.bytes = 8 * size
-        self.build()
-
-
-COPIES = {"copy (NumPy)": HostCopy, "add one in place (XLA)": XlaCopy}
+COPIES = bandwidth.ON_HOST
+"""Ways to move memory, which no step can beat."""
 
 
 def fits(tree: Tree, candidates: int) -> bool:
     """Whether that many candidates have room in memory at once, with the gradients and temporary trees."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 4 * tree.parameters * (6 + 3 * candidates) + 4 * COPY_SIZE * 4 < 0.7 * physical
+    return 4 * tree.parameters * (6 + 3 * candidates) + 4 * bandwidth.HOST_SIZE * 4 < 0.7 * physical

@@ -7,7 +7,8 @@ leaves share one, `FlatLayout` where each leaf lies, `Group` which leaves have h
 their own. Checkpoints: `to_optax_state` and `from_optax_state`
 keep states by path, `repack` moves them to another layout,
 `check_restored` looks whether raw buffers are of this one. `TrainState` is Flax's (extra ``flax``).
-Many devices: `zero1` shards an optimizer's state over a mesh.
+Many devices: `zero1` shards an optimizer's state over a mesh. `report` says what an optimizer holds of a model and
+what a step costs.
 Also `DynamicLossScale`, `weight_mask`, `has_nan`, `warmup_cosine`, and `FusedState`, what a state holds.
 
 Options that all optimizers take are explained in `fusedopt.transforms`.
@@ -28,6 +29,7 @@ from fusedopt.packing import FlatParams as FlatParams
 from fusedopt.packing import pack as pack
 from fusedopt.repacking import check_restored as check_restored
 from fusedopt.repacking import repack as repack
+from fusedopt.reports import report as report
 from fusedopt.schedules import warmup_cosine as warmup_cosine
 from fusedopt.state import FusedState as FusedState
 from fusedopt.transformation import FusedTransformation as FusedTransformation
@@ -63,6 +65,7 @@ __all__ = [
     "lion",
     "pack",
     "repack",
+    "report",
     "sgd",
     "to_optax_state",
     "warmup_cosine",

@@ -67,6 +67,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs, Generic[State])
     optimizer: Optimizer
     _find_state: Callable[[Any], FusedState]
     _put_state: Callable[[Any, FusedState], Any]
+    last: FusedTransformation | None = None  # of a chain, the optimizer that it ends in
 
     def __new__(
         cls,
@@ -248,7 +249,7 @@ def chain(*transforms: optax.GradientTransformation) -> FusedTransformation[Any]
     def apply(grads: Any, state: tuple, params: Any, **extra: Any):
         return run(last.apply, grads, state, params, extra)
 
-    return FusedTransformation(
+    chained = FusedTransformation(
         init,
         update,
         apply,
@@ -256,6 +257,8 @@ def chain(*transforms: optax.GradientTransformation) -> FusedTransformation[Any]
         find_state=lambda state: last._find_state(state[-1]),
         put_state=lambda state, new: (*state[:-1], last._put_state(state[-1], new)),
     )
+    chained.last = last
+    return chained
 
 
 def _unscaled(grads: Any, extra: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

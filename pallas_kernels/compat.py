@@ -18,6 +18,11 @@ HAS_MOSAIC = VERSION >= (0, 11)
 MOSAIC_IN_COMMAND_BUFFERS = VERSION >= (0, 12)
 
 
+# From 0.11 on JAX says whenever it lowers a Triton kernel that this backend of Pallas will be removed. Goes with the Triton
+# files, when jax drops Triton.
+TRITON_IS_DEPRECATED = VERSION >= (0, 11)
+
+
 # XLA for CPUs compiles two slices of equal sizes once if their offsets are operands. From 0.11 on an optimization_barrier
 # keeps them operands; before, it is gone when kernels are made. Goes when jax >= 0.11 is required.
 BARRIERS_REACH_KERNELS = VERSION >= (0, 11)

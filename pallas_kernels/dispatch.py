@@ -170,8 +170,31 @@ def _objection(backend: Backend, arrays: Sequence[Any]) -> str:
     return ""
 
 
+def considered(
+    backend: Backend | None = None,
+    arrays: Sequence[Any] = (),
+    *,
+    refused: Mapping[Backend, str] = {},
+    device: Any = None,
+) -> dict[Backend, Support]:
+    """For every backend whether it can run a call, and why. The preferred one first; arguments as `resolve_backend`'s."""
+    support = _supports(target(_device_of(arrays) if device is None else device))
+    if backend is not None and interpreting():
+        ok = compat.HAS_MOSAIC or backend != "mosaic"
+        support[backend] = Support(True, "interpreted") if ok else support[backend]
+    for name in BACKENDS:
+        objection = refused.get(name) or _objection(name, arrays)
+        if support[name] and objection:
+            support[name] = Support(False, objection)
+    return support
+
+
 def resolve_backend(
-    backend: Backend | None = None, arrays: Sequence[Any] = (), *, refused: Mapping[Backend, str] = {}
+    backend: Backend | None = None,
+    arrays: Sequence[Any] = (),
+    *,
+    refused: Mapping[Backend, str] = {},
+    device: Any = None,
 ) -> Backend:
     """The backend that runs a call. Resolved while tracing.
 
@@ -180,6 +203,7 @@ def resolve_backend(
         arrays: the call's arrays. The device is that of their mesh or sharding, else of the abstract mesh in
             use, else the default device.
         refused: backends that this call cannot use, and why.
+        device: as `supported_backends` takes it, instead of that of the arrays.
 
     Raises:
         ValueError: `backend` is no name of a backend, or one that this device or these arrays cannot use; the
@@ -187,15 +211,7 @@ def resolve_backend(
     """
     if backend is not None and backend not in get_args(Backend):
         raise ValueError(f"`backend` must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    where = target(_device_of(arrays))
-    support = _supports(where)
-    if backend is not None and interpreting():
-        ok = compat.HAS_MOSAIC or backend != "mosaic"
-        support[backend] = Support(True, "interpreted") if ok else support[backend]
-    for name in BACKENDS:
-        objection = refused.get(name) or _objection(name, arrays)
-        if support[name] and objection:
-            support[name] = Support(False, objection)
+    support = considered(backend, arrays, refused=refused, device=device)
     if backend is None:
         return next(name for name in BACKENDS if support[name])
     if not support[backend]:

@@ -47,6 +47,7 @@ PUBLIC = [
     "lion",
     "pack",
     "repack",
+    "report",
     "sgd",
     "to_optax_state",
     "warmup_cosine",

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from benchmarks.aot import hlo
+from fusedopt.reports import hlo
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 
@@ -129,7 +129,7 @@ def compile_for(target: str, fn: Callable[..., Any], *args: Any, donate: Sequenc
         donated,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        hlo.accessed_bytes(program),
+        hlo.accessed_bytes(text),
         kernels,
         seconds,
         text,

@@ -2,10 +2,10 @@
 
 from benchmarks.aot import compiler
 
-collect_ignore = ["test_gpu_programs.py"] if compiler.missing() else []
+collect_ignore = ["test_gpu_programs.py", "test_reports.py"] if compiler.missing() else []
 
 
 def pytest_report_header():
     if collect_ignore:
-        return f"tests/aot/test_gpu_programs.py needs the `aot` extra ({compiler.missing()} not found): make test-aot"
+        return f"tests/aot needs the `aot` extra ({compiler.missing()} not found): make test-aot"
     return None

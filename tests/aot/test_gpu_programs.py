@@ -11,8 +11,9 @@ import pytest
 import fusedopt
 import pallas_kernels
 from benchmarks import models
-from benchmarks.aot import compiler, hlo, steps
+from benchmarks.aot import compiler, steps
 from benchmarks.aot.steps import DEFAULT, PACKED, Step
+from fusedopt.reports import hlo
 from pallas_kernels import compat
 
 pytestmark = [
