@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels
 from fusedopt.layout import FlatLayout, intern
 from fusedopt.optimizer import Optimizer
-from fusedopt.packing import FlatParams
+from fusedopt.packing import FlatParams, sharded_by
 from fusedopt.paths import path_of, show
 from fusedopt.state import FusedState, check_state
 from pallas_kernels.segment_sumsq import SumSq, add_rows
@@ -125,13 +125,7 @@ def varying(x: Any) -> frozenset:
 def check_whole(tree: Any, name: str) -> None:
     """Raises ValueError naming a leaf that is sharded, as far as arrays and types tell (not in a jit over an Auto mesh)."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, jax.core.Tracer):
-            spec = getattr(jax.typeof(x).sharding, "spec", ())
-            sharded = any(part is not None for part in spec)
-        else:
-            sharded = isinstance(x, jax.Array) and not x.sharding.is_fully_replicated
-            spec = getattr(x.sharding, "spec", x.sharding) if sharded else ()
-        if sharded:
+        if (spec := sharded_by(x)) is not None:
             raise ValueError(
                 f"`{name}` leaf `{show(path_of(path))}`: got an array sharded by {spec}, expected one that every device has "
                 "whole: zero1 shards the state of replicated parameters and gathers nothing unasked. Replicate it, "
