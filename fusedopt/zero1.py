@@ -11,13 +11,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from fusedopt.layout import FlatLayout
-from fusedopt.operands import Operands, close_operands, open_operands
+from fusedopt.operands import close_operands, joined, open_operands
 from fusedopt.optimizer import Optimizer
 from fusedopt.packing import FlatParams, pack, slot_dtype
 from fusedopt.scalars import callers_flag
-from fusedopt.shards import Shards, check_local, check_shards, check_whole, mapped
-from fusedopt.state import FusedState, check_state
+from fusedopt.shard_checks import check_batch, check_local, check_shards, check_whole, check_whole_state
+from fusedopt.shards import Shards, mapped
+from fusedopt.state import FusedState
 from fusedopt.transformation import FusedTransformation, _own_state
 from fusedopt.update import step
 
@@ -106,6 +106,8 @@ class Zero1Transformation(FusedTransformation):
     def specs(self, state: FusedState) -> FusedState:
         """PartitionSpecs of a state (arrays or abstract), for the in_specs and out_specs of a shard_map."""
         names = self.optimizer.buffer_names
+        if not isinstance(state, FusedState):
+            raise ValueError(f"`state`: expected the FusedState of this optimizer's init, got {type(state).__name__}")
         return jax.tree_util.tree_map_with_path(lambda path, _: P(self.axis) if path[0].name in names else P(), state)
 
     def place(self, state: FusedState) -> FusedState:
@@ -145,7 +147,9 @@ class Zero1Transformation(FusedTransformation):
             return params, state, jax.tree.map(lambda x: jax.lax.pmean(x, self.axis), loss)
 
         def run(params, state, batch, extra):
-            check_whole(params, "params")
+            layout = self.optimizer.layout_of_params(params)
+            self._shards.layout_of(layout)
+            check_whole_state(self.optimizer, state, layout)
             specs = self.specs(state)
             everywhere = mapped(body, self.mesh, (P(), specs, batch_spec, P()), (P(), specs, P()))
             params, state, loss = everywhere(params, state, batch, extra)
@@ -154,7 +158,8 @@ class Zero1Transformation(FusedTransformation):
         jitted = jax.jit(run, donate_argnums=(0, 1) if donate else ())
 
         def train_step(params: Any, state: FusedState, *batch: Any, **extra: Any) -> tuple:
-            check_whole(params, "params")
+            check_whole(params, "params", self.mesh)
+            check_batch(batch, batch_spec, self.mesh)
             return jitted(params, state, batch, self._known(extra, state) if extra else {})
 
         return train_step
@@ -164,7 +169,7 @@ class Zero1Transformation(FusedTransformation):
             return self.optimizer.init(params)
         if self._inside():
             raise ValueError("`init` inside a shard_map: make the state outside, and pass it by tx.specs(state)")
-        check_whole(params, "params")
+        check_whole(params, "params", self.mesh)
         flat = params if isinstance(params, FlatParams) else pack(params, self)
         layout = self.optimizer.adapt(flat)
         state = self._jitted_init(FlatParams(flat.buckets, (), layout))
@@ -180,14 +185,14 @@ class Zero1Transformation(FusedTransformation):
         opt = self.optimizer
         if params is None and (in_place or opt.needs_params):
             raise ValueError("`params` are needed by this optimizer: call update(grads, state, params)")
-        check_whole(grads, "grads")
-        check_whole(params, "params")
+        check_whole(grads, "grads", self.mesh)
+        check_whole(params, "params", self.mesh)
         layout, g, p = open_operands(opt, grads, params)
         local_layout = self._shards.layout_of(layout)
         inside = self._inside()
-        check_shards(opt, state, layout, local_layout) if inside else check_state(opt, state, layout)
+        check_shards(opt, state, layout, local_layout) if inside else check_whole_state(opt, state, layout)
         extra = self._known(extra, state)
-        whole_g, whole_p = self._whole(layout, g, "grads"), None if p is None else self._whole(layout, p, "params")
+        whole_g, whole_p = joined(layout, g, "grads"), None if p is None else joined(layout, p, "params")
         if inside:
             buckets, state = self._own_step(whole_g, state, whole_p, extra, in_place, local_gradients=True)
         else:
@@ -236,16 +241,9 @@ class Zero1Transformation(FusedTransformation):
     def _own(self, flat: FlatParams) -> FlatParams:
         return FlatParams(map(self._shards.own, flat.buckets), (), self._shards.layout_of(flat.layout))
 
-    def _whole(self, layout: FlatLayout, operands: Operands, name: str) -> FlatParams:
-        """Gradients or parameters as one array a bucket."""
-        buckets = []
-        for b, x in zip(layout.buckets, operands.buckets, strict=True):
-            if isinstance(x, pallas_kernels.Pieces) and x.absent:
-                raise ValueError(
-                    f"`{name}`: None in bucket `{b.name}`; under zero1 every leaf needs a gradient, or freeze it"
-                )
-            buckets.append(jax.numpy.zeros(b.shape, b.dtype) if x is None else pallas_kernels.join(x))
-        return FlatParams(buckets, (), layout)
-
-    def _inside(self) -> bool:  # a shard_map over the axis
-        return self.axis in jax.sharding.get_abstract_mesh().manual_axes
+    def _inside(self) -> bool:
+        """Whether this is a shard_map over the axis."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual and self.axis not in manual:
+            raise ValueError(f"inside a shard_map over {manual}: expected one over axis {self.axis!r} too, or none")
+        return self.axis in manual
