@@ -1,0 +1,58 @@
+"""zero1 over two processes: the bits of one process with as many devices, and an end for all when one dies."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests import multiprocess
+from tests.processes import free_port, started
+
+# What jax.distributed waits for the heartbeat of a process before it gives all of them up; its default is 100.
+HEARTBEAT = 8
+STRICT = {"JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_NUMPY_RANK_PROMOTION": "raise", "PYTHONWARNINGS": "error"}
+
+
+def commands(heartbeat, outs):
+    port = str(free_port())
+    return [("tests.multiprocess", port, "2", str(i), str(heartbeat), str(out)) for i, out in enumerate(outs)]
+
+
+def test_two_processes_have_the_bits_of_one(tmp_path):
+    outs = [tmp_path / "0.npz", tmp_path / "1.npz"]
+    with started(commands(60, outs), tmp_path, devices=4, seconds=100, environment=STRICT) as processes:
+        alone = {f"{name}{path}": x for name in multiprocess.OPTIMIZERS for path, x in multiprocess.run(name).items()}
+        for process in processes:
+            assert process.ends(90) == 0, process.said()
+    for out in outs:
+        with np.load(out) as found:
+            together = dict(found)
+        assert "make_array_from_process_local_data" in str(together.pop("refusal"))
+        assert together.keys() == alone.keys()
+        for path, x in alone.items():
+            assert x.dtype == together[path].dtype, path
+            np.testing.assert_array_equal(together[path], x, err_msg=path)
+    before = multiprocess.params_of()["b"]["kernel"]
+    for name in multiprocess.OPTIMIZERS:
+        assert np.max(np.abs(alone[f"{name}['params']['b']['kernel']"] - before)) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_a_process_is_killed_the_other_ends_too(killed, tmp_path):
+    """Process 0 is also the coordinator."""
+    with started(commands(HEARTBEAT, ["", ""]), tmp_path, devices=4, seconds=100, environment=STRICT) as processes:
+        for process in processes:
+            process.says("step 3 done", 80)
+        processes[killed].kill()
+        start = time.monotonic()
+        assert processes[killed].ends(5) == -signal.SIGKILL
+        other = processes[1 - killed]
+        assert other.ends(15) != 0
+        seconds = time.monotonic() - start
+    assert seconds <= 15
+    assert "rror" in other.said()
+    print(f"ended {seconds:.1f} s after the other")
