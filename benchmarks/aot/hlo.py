@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 # What stands in a program and launches nothing.
 NO_KERNEL = {
@@ -17,6 +18,8 @@ NO_KERNEL = {
     "partition-id",
     "replica-id",
 }
+
+COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) (?P<op>[\w\-]+)\((?P<rest>.*)$")
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
@@ -84,6 +87,27 @@ def _closing(text: str) -> int:
 def _bytes(dtype: str, dims: str) -> int:
     bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
     return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
+
+
+class Collective(NamedTuple):
+    """One collective of a program: its name without "-start", and the bytes of each result on a device."""
+
+    op: str
+    sizes: tuple[int, ...]
+
+
+def collectives(text: str) -> list[Collective]:
+    """What the devices say to each other, in the order of the text; all computations are looked at."""
+    found = []
+    for line in text.splitlines():
+        match = _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line))
+        op = match["op"].removesuffix("-start") if match else ""
+        if op in COLLECTIVES:
+            sizes = tuple(_bytes(*shape) for shape in _SHAPE.findall(match["type"]))
+            if match["op"] != op and match["type"].startswith("("):  # a start gives operands and results
+                sizes = sizes[len(sizes) // 2 :]
+            found.append(Collective(op, sizes))
+    return found
 
 
 def accessed_bytes(program: list[Instruction]) -> int:

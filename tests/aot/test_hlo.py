@@ -44,3 +44,26 @@ def test_accessed_bytes_count_a_buffer_that_is_handed_on_once():
     a = (32 + 32 + 64) + (32 + 64)
     b = 32  # it reads `first` and goes on with the buffer that `a` has counted already
     assert hlo.accessed_bytes(hlo.entry(TEXT)) == scaled + a + b
+
+
+def test_collectives_are_found_with_the_bytes_of_their_results():
+    text = """
+%inner (p: f32[8]) -> f32[2] {
+  %r = f32[2]{0} reduce-scatter(%p), channel_id=1, replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%add
+}
+ENTRY %main (p: f32[8], q: bf16[2,4]) -> f32[8] {
+  %a = ((f32[2]{0}, bf16[2,4]{1,0}), (f32[8]{0}, bf16[8,4]{1,0})) all-gather-start(%r, /*index=1*/%q), dimensions={0}
+  %d = (f32[8]{0}, bf16[8,4]{1,0}) all-gather-done(%a)
+  %s = f32[] all-reduce-start(%x), to_apply=%add
+  %t = ((f32[2]{0}), f32[2]{0}) all-reduce-start(%x), to_apply=%add
+  %u = (f32[2]{0}, f32[4]{0}) all-gather(%x, %y), dimensions={0}
+}
+"""
+    want = [
+        ("reduce-scatter", (8,)),
+        ("all-gather", (32, 64)),
+        ("all-reduce", (4,)),
+        ("all-reduce", (8,)),
+        ("all-gather", (8, 16)),
+    ]
+    assert hlo.collectives(text) == want
