@@ -32,6 +32,8 @@ from benchmarks.aot import hlo
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
 
+WHOLE = P()
+
 # Mosaic writes its kernels' text where this variable says; it is read when a kernel is compiled.
 MOSAIC_DUMP = {"MOSAIC_GPU_DUMP_TO": tempfile.mkdtemp(prefix="mosaic-"), "MOSAIC_GPU_DUMP_PTX": "1"}
 
@@ -102,7 +104,7 @@ def mesh(target: str, devices: int = 1) -> jax.sharding.Mesh:
     return topologies.make_mesh(topo=topology, mesh_shape=(devices,), axis_names=("data",))
 
 
-def on(target: str, tree: Any, devices: int = 1, specs: Any = P()) -> Any:
+def on(target: str, tree: Any, devices: int = 1, specs: Any = WHOLE) -> Any:
     """Abstract arrays that live on the target, by PartitionSpecs: a pytree prefix."""
     specs = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
 
@@ -113,7 +115,7 @@ def on(target: str, tree: Any, devices: int = 1, specs: Any = P()) -> Any:
 
 
 def compile_for(
-    target: str, fn: Callable[..., Any], *args: Any, donate: Sequence[int] = (), devices: int = 1, specs: Any = P()
+    target: str, fn: Callable[..., Any], *args: Any, donate: Sequence[int] = (), devices: int = 1, specs: Any = WHOLE
 ) -> Compiled:
     """`jax.jit(fn, donate_argnums=donate)` for abstract `args`, compiled for the target; bytes are those of a device."""
     args = on(target, args, devices, specs)
