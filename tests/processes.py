@@ -52,8 +52,8 @@ def started(
     commands: Sequence[Sequence[str]],
     folder: pathlib.Path,
     *,
-    devices: int,
     seconds: float,
+    devices: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[list[Process]]:
     """The processes of these commands, ``(module, *arguments)`` each, as children that are killed at the end of the block.
@@ -61,12 +61,12 @@ def started(
     Args:
       commands: what follows ``python -m``.
       folder: gets a log of each.
-      devices: CPU devices of each.
       seconds: after which a process ends by itself.
+      devices: CPU devices of each; None: it says so itself.
       environment: in addition to this one.
     """
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **(environment or {})}
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}" if devices else ""
     processes: list[Process] = []
     try:
         for i, command in enumerate(commands):
