@@ -1,0 +1,106 @@
+"""A small network and its batch, on one device and over a mesh, for the tests of `zero1`."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import fusedopt
+from fusedopt import Packing
+from tests.helpers import filled, normal
+
+STEPS = 10
+SHAPES = {
+    "a": {"kernel": (50, 64), "bias": (64,)},
+    "b": {"kernel": (64, 300), "bias": (300,)},
+    "c": {"kernel": (300, 10), "bias": (10,)},
+}
+BATCH = jnp.asarray(normal((64, 50), 1)), jnp.asarray(normal((64, 10), 2))
+SLOW = pytest.mark.slow
+MODES = ["jit", "train_step"]
+
+
+def rate(name):
+    """Such that Adam, which divides noise of the gradients by their size, stays comparable, and the scale of SGD shows."""
+    return {"sgd": 1.0, "lars": 1e-2}.get(name, 1e-3)
+
+
+def mesh_of(n=8, kind=AxisType.Auto):
+    return jax.make_mesh((n,), ("data",), axis_types=(kind,), devices=jax.devices()[:n])
+
+
+def params_of(dtype=np.float32):
+    return jax.tree.map(lambda x: jnp.asarray(0.1 * x).astype(dtype), filled(SHAPES))
+
+
+def loss_fn(params, x, y):
+    for layer in params.values():
+        x = jnp.tanh(x.astype(layer["kernel"].dtype) @ layer["kernel"] + layer["bias"][None])
+    return jnp.mean(jnp.square(x.astype(y.dtype) - y))
+
+
+def replicated(tx, tree):
+    return jax.device_put(tree, NamedSharding(tx.mesh, P()))
+
+
+def start(tx, params=None):
+    flat = replicated(tx, fusedopt.pack(params_of() if params is None else params, tx))
+    return flat, tx.init(flat)
+
+
+def batch_on(tx, batch=BATCH):
+    return jax.device_put(batch, NamedSharding(tx.mesh, P(tx.axis)))
+
+
+def step_of(tx, mode, loss_fn=loss_fn):
+    """``(flat, state, x, y) -> (flat, state)``, of many devices or of one."""
+    if mode == "train_step":
+        train_step = tx.train_step(loss_fn, donate=False)
+        return lambda *args: train_step(*args)[:2]
+
+    @jax.jit
+    def step(flat, state, x, y):
+        return tx.apply(jax.grad(lambda flat: loss_fn(flat.tree, x, y))(flat), state, flat)
+
+    return step
+
+
+def run(tx, mode, steps=STEPS, params=None, loss_fn=loss_fn, batch=BATCH):
+    if hasattr(tx, "mesh"):
+        (flat, state), batch = start(tx, params), batch_on(tx, batch)
+    else:
+        flat = fusedopt.pack(params_of() if params is None else params, tx, packing=Packing(solo_from=None))
+        state = tx.init(flat)
+    step = step_of(tx, mode, loss_fn)
+    for _ in range(steps):
+        flat, state = step(flat, state, *batch)
+    return flat, state
+
+
+@functools.cache
+def one_device(name, **options):
+    return run(getattr(fusedopt, name)(rate(name), **options), "jit")
+
+
+def collectives(jitted, *args):
+    """How often each collective occurs in the compiled program, those of scalars and row sums (below 2 kB) not counted."""
+    text = jitted.lower(*args).compile().as_text()
+    found = {}
+    for line in text.splitlines():
+        match = re.search(
+            r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line
+        )
+        if match:
+            sizes = [
+                np.prod([int(n) for n in dims.split(",") if n]) for dims in re.findall(r"\w\d+\[([\d,]*)\]", match[1])
+            ]
+            if sum(sizes) >= 512:
+                found[match[2]] = found.get(match[2], 0) + 1
+    return found
