@@ -51,7 +51,8 @@ def zero1(tx: FusedTransformation, mesh: Mesh, axis: str = "data") -> Zero1Trans
 
     Norms (LARS, LAMB, `clip_norm`) are of whole leaves: row sums are gathered and added in one order, whatever the number
     of devices. A skipped step is skipped on all devices. Transformations in front of it (`fusedopt.chain`) see local
-    gradients inside a shard_map: clip by `clip_norm` there.
+    gradients inside a shard_map: clip by `clip_norm` there. Several processes make the same calls with arrays over all
+    devices, of their parts of a batch by `jax.make_array_from_process_local_data`.
 
     Args:
       tx: an optimizer made by fusedopt; not a chain, which belongs around: ``chain(front, zero1(adamw(1e-3), mesh))``.
@@ -136,6 +137,10 @@ class Zero1Transformation(FusedTransformation):
         Returns:
           ``train_step(params, state, *batch, **extra) -> (params, state, loss)``, or ``(params, state, loss, aux)``.
           `params` are FlatParams or a tree; `extra` is that of `apply`: numbers or 0-d arrays.
+
+        Raises:
+          ValueError (`train_step`): as `apply`; arrays of a batch that the devices cannot share equally, that were put on
+            other devices, or that belong to one of several processes.
         """
         batch_spec = P(self.axis) if batch_spec is None else batch_spec
 

@@ -42,8 +42,9 @@ def test_adamw_on_eight_devices_is_that_of_one(kind, mode):
     tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of(8, kind))
     flat, state = run(tx, mode)
     want, _ = one_device("adamw")
-    # Of the optimizer nothing differs (see the norms below): the sum over the batch is another one.
-    assert largest(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), flat.tree, want.tree)) <= 1e-6
+    # Of the optimizer nothing differs (see the norms below): the sum over the batch is another one. Adam divides roundings of
+    # small gradients by their size; on some CPUs that made 1.5e-6 of ten steps of 1e-3.
+    assert largest(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), flat.tree, want.tree)) <= 5e-6
     assert int(state.count) == STEPS
     assert {x.sharding.spec for x in (*state.mu, *state.nu)} == {P("data")}
     assert all(x.sharding.is_fully_replicated for x in (*flat.buckets, state.count, state.hyperparams))

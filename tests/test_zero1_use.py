@@ -20,16 +20,32 @@ DATA = P("data")
 
 # Argument of train_step, the batch, and what is said to it.
 BATCHES = {
-    "not divisible": (None, (X[:63], Y[:63]), r"`batch` leaf `0`: got shape \(63, 50\), expected dimension 0.*multiple of 8"),
-    "second not divisible": (None, (X, {"y": Y[:4]}), r"`batch` leaf `1/y`: got shape \(4, 10\).*leave the last examples"),
+    "not divisible": (
+        None,
+        (X[:63], Y[:63]),
+        r"`batch` leaf `0`: got shape \(63, 50\), expected dimension 0.*multiple of 8",
+    ),
+    "second not divisible": (
+        None,
+        (X, {"y": Y[:4]}),
+        r"`batch` leaf `1/y`: got shape \(4, 10\).*leave the last examples",
+    ),
     "other dimension": (P(None, "data"), (X[:, :48], Y), r"leaf `1`: got shape \(64, 10\), expected dimension 1.*of 8"),
-    "a number": (None, (X, Y, jnp.float32(1)), r"leaf `2`: got shape \(\), which jax.P\('data'\) cannot cut.*jax.P\(\)"),
+    "a number": (
+        None,
+        (X, Y, jnp.float32(1)),
+        r"leaf `2`: got shape \(\), which jax.P\('data'\) cannot cut.*jax.P\(\)",
+    ),
     "a key": (None, (X, Y, jax.random.key(0)), r"leaf `2`: got shape \(\), which jax.P\('data'\) cannot cut"),
     "other axis": (P("model"), BATCH, r"`batch_spec`: expected axes of the mesh, \('data',\), got 'model'"),
     "too few": ((DATA,), BATCH, r"`batch_spec`: expected .* each of the 2 arguments behind the state, got \(P"),
     "a list": ([DATA, DATA], BATCH, "`batch_spec`: expected a PartitionSpec, or a tuple"),
     "a name": ("data", BATCH, "`batch_spec` of `batch` leaf `0`: expected a PartitionSpec, got str"),
-    "elsewhere": (None, jax.device_put(BATCH, jax.devices()[1]), r"leaf `0`: got an array on 1 devices.*jax.P\('data'\)"),
+    "elsewhere": (
+        None,
+        jax.device_put(BATCH, jax.devices()[1]),
+        r"leaf `0`: got an array on 1 devices.*jax.P\('data'\)",
+    ),
 }
 
 
@@ -100,7 +116,7 @@ def test_gradients_that_were_reduced_before_are_refused_where_types_tell(mean):
 
     specs = tx.specs(state)
     mapped = jax.shard_map(step, mesh=tx.mesh, in_specs=(P(), specs, DATA, DATA), out_specs=(P(), specs))
-    with pytest.raises(ValueError, match="of which zero1 takes the mean.*leave any psum or pmean of your own out"):
+    with pytest.raises(ValueError, match=r"of which zero1 takes the mean.*leave any psum or pmean of your own out"):
         jax.eval_shape(mapped, flat, state, *batch_on(tx))
 
 

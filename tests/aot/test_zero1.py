@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -115,3 +117,11 @@ def test_a_device_holds_an_eighth_of_the_state_of_resnet50():
     assert c.arguments - 2 * parameters <= 1.01 * replicated / DEVICES
     # Beside the shards of parameters and gradients nothing large is made.
     assert c.temporary <= 2.05 * parameters / DEVICES
+
+
+def test_the_readme_says_what_the_compiler_does():
+    readme = (pathlib.Path(__file__).parents[2] / "README.md").read_text()
+    adamw, lars = (dict(zip(zero1.HEAD, zero1.cells("resnet50", rule, "apply"))) for rule in ("adamw", "lars"))
+    assert re.search(r"state for a ResNet-50 each keeps ([\d.]+) of", readme)[1] == adamw["of it"]
+    norms, whole = (int(lars[name].replace(",", "")) for name in ("norms", "all-gather"))
+    assert re.search(r"LARS gathers ([\d.]+) % more", readme)[1] == f"{100 * norms / whole:.1f}"
