@@ -18,6 +18,7 @@ from fusedopt import Packing
 from pallas_kernels import compat
 from tests.helpers import assert_close, assert_equal, filled, gradients, largest
 from tests.zero1_cases import (
+    ADAM,
     BATCH,
     MODES,
     SLOW,
@@ -42,9 +43,8 @@ def test_adamw_on_eight_devices_is_that_of_one(kind, mode):
     tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of(8, kind))
     flat, state = run(tx, mode)
     want, _ = one_device("adamw")
-    # Of the optimizer nothing differs (see the norms below): the sum over the batch is another one. Adam divides roundings of
-    # small gradients by their size; on some CPUs that made 1.5e-6 of ten steps of 1e-3.
-    assert largest(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), flat.tree, want.tree)) <= 5e-6
+    # Of the optimizer nothing differs (see the norms below): the sum over the batch is another one.
+    assert_close(flat.tree, want.tree, ADAM)
     assert int(state.count) == STEPS
     assert {x.sharding.spec for x in (*state.mu, *state.nu)} == {P("data")}
     assert all(x.sharding.is_fully_replicated for x in (*flat.buckets, state.count, state.hyperparams))
@@ -117,7 +117,7 @@ def test_every_rule_in_both_modes(name, mode):
     want, want_state = one_device(name)
     assert largest(jax.tree.map(lambda a, b: a - b, want.tree, params_of())) > 1e-3
     # Lion takes signs, which roundings of a gradient turn; where they do, a weight differs by a step.
-    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else 2e-6)
+    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else ADAM if name == "lamb" else 2e-6)
     assert_close(norms(state), norms(want_state), 1e-5)
 
 
@@ -165,7 +165,7 @@ def test_r127_eight_to_four_to_one_device_through_a_checkpoint_by_path(name, num
         eight = tx
     steps = 2 + 2 * len(numbers)
     want, want_state = run(make(), "jit", steps)
-    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else 1e-6)  # signs of a gradient's roundings
+    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else ADAM)  # signs of a gradient's roundings
     assert int(state.count) == int(want_state.count) == steps
 
 
@@ -183,7 +183,7 @@ def test_r127_raw_buffers_move_by_repack(kind):
     step, batch = step_of(four, "jit"), batch_on(four)
     for _ in range(8):
         moved, state = step(moved, state, *batch)
-    assert_close(moved.tree, one_device("adamw")[0].tree, 2e-6)
+    assert_close(moved.tree, one_device("adamw")[0].tree, ADAM)
 
 
 def own_step(tx, check_vma, differentiate="params"):
@@ -345,7 +345,7 @@ def test_in_a_train_state_of_flax():
 
     for _ in range(STEPS):
         state = step(state, *batch_on(tx))
-    assert_close(state.params_tree, one_device("adamw")[0].tree, 2e-6)
+    assert_close(state.params_tree, one_device("adamw")[0].tree, ADAM)
     assert {x.sharding.spec for x in state.opt_state.mu} == {P("data")}
 
 
