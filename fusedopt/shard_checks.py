@@ -22,11 +22,18 @@ from fusedopt.state import FusedState, check_state
 def check_whole(tree: Any, name: str, mesh: Mesh | None = None) -> None:
     """Raises ValueError naming a leaf that is sharded, as far as arrays and types tell (not in a jit over an Auto mesh).
 
-    With `mesh`, also one that was put on other devices.
+    With `mesh`, also one that was put on other devices, or that is of one process among several: JAX would take whatever
+    each process has for the same.
     """
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if mesh is not None and _elsewhere(x, mesh):
             raise ValueError(_misplaced(x, f"`{name}` leaf `{show(path_of(path))}`", mesh, P()))
+        if mesh is not None and _of_one_process(x, mesh):
+            raise ValueError(
+                f"`{name}` leaf `{show(path_of(path))}`: got an array of this process alone, expected one over all "
+                f"{_places(mesh)[1]} processes: jax.device_put(x, jax.NamedSharding(tx.mesh, jax.P())), which also compares "
+                "what they have"
+            )
         if (spec := sharded_by(x)) is not None:
             raise ValueError(
                 f"`{name}` leaf `{show(path_of(path))}`: got an array sharded by {spec}, expected one that every device has "
@@ -46,7 +53,14 @@ def _places(mesh: Mesh) -> tuple[frozenset, int]:
 def _elsewhere(x: Any, mesh: Mesh) -> bool:
     """Whether an array was put on other devices than those of the mesh."""
     placed = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
-    return placed and x.sharding.device_set != _places(mesh)[0]
+    return placed and x.sharding.device_set != _places(mesh)[0] and not _of_one_process(x, mesh)
+
+
+def _of_one_process(x: Any, mesh: Mesh) -> bool:
+    """Whether an array is known to one process, where the mesh is of several."""
+    if _places(mesh)[1] == 1 or isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def _misplaced(x: Any, what: str, mesh: Mesh, spec: P) -> str:
@@ -75,7 +89,6 @@ def check_batch(batch: tuple, batch_spec: Any, mesh: Mesh) -> None:
             f"state, got {batch_spec}"
         ) from error
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    processes = _places(mesh)[1]
     for (path, x), spec in zip(leaves, jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)), strict=True):
         what = f"`batch` leaf `{show(path_of(path))}`"
         if not isinstance(spec, P):
@@ -96,12 +109,11 @@ def check_batch(batch: tuple, batch_spec: Any, mesh: Mesh) -> None:
                     f"{what}: got shape {shape}, expected dimension {i} to be a multiple of {count}, the devices that share "
                     "it: leave the last examples out, or pad them and weigh them with 0 in the loss"
                 )
-        if _elsewhere(x, mesh) and not (processes > 1 and x.is_fully_addressable):
+        if _elsewhere(x, mesh):
             raise ValueError(_misplaced(x, what, mesh, spec))
-        foreign = not isinstance(x, jax.Array) or (not isinstance(x, jax.core.Tracer) and x.is_fully_addressable)
-        if processes > 1 and foreign and any(part is not None for part in spec):
+        if _of_one_process(x, mesh) and any(part is not None for part in spec):
             raise ValueError(
-                f"{what}: got an array of this process alone, expected one over all {processes} processes: "
+                f"{what}: got an array of this process alone, expected one over all {_places(mesh)[1]} processes: "
                 f"jax.make_array_from_process_local_data(jax.NamedSharding(tx.mesh, {_shown(spec)}), x) makes it from the "
                 "part of each; where every process has the whole, jax.device_put to that sharding does"
             )

@@ -140,7 +140,7 @@ class Zero1Transformation(FusedTransformation):
 
         Raises:
           ValueError (`train_step`): as `apply`; arrays of a batch that the devices cannot share equally, that were put on
-            other devices, or that belong to one of several processes.
+            other devices, or that are of one process among several.
         """
         batch_spec = P(self.axis) if batch_spec is None else batch_spec
 

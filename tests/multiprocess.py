@@ -80,14 +80,19 @@ def run(name: str, steps: int = STEPS, note=lambda step: None) -> dict[str, np.n
     return {jax.tree_util.keystr(p): np.asarray(x) for p, x in jax.tree_util.tree_leaves_with_path(result)}
 
 
-def refusal() -> str:
-    """What train_step says to a part of a batch that was not made an array of all processes."""
+def refusals() -> list[str]:
+    """What train_step says to a part of a batch, and to parameters, that were not made arrays of all processes."""
     tx = fusedopt.zero1(fusedopt.sgd(0.1), mesh_of(AxisType.Auto))
-    try:
-        tx.train_step(loss_fn)(fusedopt.pack(params_of(), tx), tx.init(params_of()), own_part(examples(0)))
-    except ValueError as error:
-        return str(error)
-    return "accepted"
+    own = fusedopt.pack(params_of(), tx)
+    flat = jax.device_put(own, NamedSharding(tx.mesh, P()))
+    state, said = tx.init(flat), []
+    for params in (flat, own):
+        try:
+            tx.train_step(loss_fn)(params, state, own_part(examples(0)))
+            said.append("accepted")
+        except ValueError as error:
+            said.append(str(error))
+    return said
 
 
 def main() -> None:
@@ -106,7 +111,7 @@ def main() -> None:
     if not args.out:  # trains until it is stopped
         run("adamw", 0, lambda t: print(f"step {t} done"))
     arrays = {f"{name}{path}": x for name in OPTIMIZERS for path, x in run(name).items()}
-    np.savez(args.out, refusal=refusal(), **arrays)
+    np.savez(args.out, refusals=refusals(), **arrays)
     jax.distributed.shutdown()
 
 

@@ -30,7 +30,11 @@ def test_two_processes_have_the_bits_of_one(tmp_path):
     for out in outs:
         with np.load(out) as found:
             together = dict(found)
-        assert "make_array_from_process_local_data" in str(together.pop("refusal"))
+        of_batch, of_params = together.pop("refusals")
+        assert "`batch` leaf `0`: got an array of this process alone, expected one over all 2 processes" in of_batch
+        assert "jax.make_array_from_process_local_data(jax.NamedSharding(tx.mesh, jax.P('data')), x)" in of_batch
+        assert "`params` leaf `bias.float32@" in of_params
+        assert "jax.device_put(x, jax.NamedSharding(tx.mesh, jax.P())), which also compares what they have" in of_params
         assert together.keys() == alone.keys()
         for path, x in alone.items():
             assert x.dtype == together[path].dtype, path
