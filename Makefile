@@ -1,6 +1,7 @@
 # make train      train the first example
 # make test       run the tests            (make test-all: the slow ones too)
 # make test-aot   compile for GPUs without one, and test what comes out
+# make docs       build the site into site/, without a warning; open site/index.html
 # make gpu        measure on the GPU of this machine, with the JAX that python3 has: nothing is installed
 # make lint       run the linter
 # make clean      remove the environment and the caches
@@ -20,7 +21,7 @@ GPU_PYTHON ?= python3
 
 BIN := $(VENV)/bin
 
-.PHONY: train test test-all test-aot gpu lint clean
+.PHONY: train test test-all test-aot docs gpu lint clean
 .NOTPARALLEL:
 
 train: $(VENV)/.installed-examples
@@ -34,6 +35,9 @@ test-all: $(VENV)/.installed-dev
 
 test-aot: $(VENV)/.installed-dev $(VENV)/.installed-aot
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" tests/aot $(ARGS)
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu $(ARGS)
@@ -50,5 +54,5 @@ $(VENV)/.installed-%: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

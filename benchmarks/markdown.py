@@ -1,4 +1,4 @@
-"""The README's tables of ratios, from the file of results: `python -m benchmarks.markdown`."""
+"""Tables of the README and of docs/, from the files of results: `python -m benchmarks.markdown` prints the README's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Sequence
 
+import fusedopt
 from benchmarks import storage
 from benchmarks.comparison import Row
 
@@ -47,6 +48,63 @@ def tables(rows: Sequence[Row]) -> str:
         rival = f"`{rival}`" if "optax." in rival else rival
         blocks.append(f"{what}, times as fast as {rival}:\n\n{text}\n")
     return "\n".join(blocks)
+
+
+def packing(rows: Sequence[Row]) -> str:
+    """Steps with other `Packing(solo_from=...)` than the default, both modes in a cell: `FlatParams`, `apply`."""
+    found = {storage.key(row): row for row in rows}
+    here = [r for r in rows if r["section"] == "packing" and r["candidate"].startswith("flat ")]
+    cases = list(dict.fromkeys(r["case"] for r in here))
+
+    def both(case: str, solo_from: str) -> str:
+        return ", ".join(
+            cell(ratio(found.get(("packing", case, f"{mode} {solo_from}"), {}))) for mode in ("flat", "apply")
+        )
+
+    body = [
+        [f"`{solo_from}`", *(both(case, solo_from) for case in cases)]
+        for solo_from in dict.fromkeys(r["candidate"].removeprefix("flat ") for r in here)
+    ]
+    return table(["`solo_from`", *(f"`{case}`" for case in cases)], body)
+
+
+def builds(rows: Sequence[Row]) -> str:
+    """How many times as fast as optax's the train steps are lowered and compiled."""
+    found = {storage.key(row): row for row in rows}
+    cases = dict.fromkeys(r["case"] for r in rows if r["section"] == "train")
+    modes = ("flat", "apply")
+    body = [
+        [f"`{case}`", f"{found['train', case, 'optax']['leaves']:,}"]
+        + [cell(found.get(("train", case, mode), {}).get("build_ratio")) for mode in modes]
+        for case in cases
+    ]
+    return table(["", "arrays", *(HEAD[mode] for mode in modes)], body)
+
+
+def compiled(text: str) -> str:
+    """Launches, and accesses for each parameter, of a ResNet-50's steps on an H200; ours look for NaN.
+
+    Args:
+        text: what `python -m benchmarks.aot` writes.
+    """
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    rows = [dict(zip(lines[0], line)) for line in lines[2:]]
+    rows = [r for r in rows if (r["target"], r["model"]) == ("h200", "resnet50")]
+    found = {(r["rule"], r["mode"], r["packing"], r["has_nan"]): f"{r['launches']}, {r['accesses']}" for r in rows}
+    default = f"< {fusedopt.Packing().solo_from}"
+    columns = {"flat": ("flat", default), "packed": ("flat", "all"), "apply": ("apply", default)}
+    heads = ["", HEAD["flat"], HEAD["flat"] + ", everything packed", HEAD["apply"], "optax"]
+    body = [
+        [f"`{rule}`", *(found[rule, *column, "yes"] for column in columns.values()), ""]
+        for rule in dict.fromkeys(r["rule"] for r in rows if r["rule"] != "optax")
+    ]
+    body[0][-1] = found["optax", "", "", "no"]  # of AdamW, the first rule
+    return table(heads, body)
+
+
+def table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---", *(["---:"] * (len(heads) - 1))], *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def ratio(row: Row) -> float | None:

@@ -227,6 +227,9 @@ def weight_mask(params: Any) -> Any:
 
     Returns:
       A tree of the structure of ``params`` with a Python bool for each leaf.
+
+    Raises:
+      TypeError: complex leaves, or leaves that are no arrays, named by path.
     """
     flat = _paths.flatten(params)
     names = flat.paths()

@@ -53,7 +53,16 @@ class Packing:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A leaf's place: `size` elements from `offset` of bucket `bucket`, `padding` zeros behind."""
+    """A leaf's place: `size` elements from `offset` of bucket `bucket`, `padding` zeros behind.
+
+    Attributes:
+      path: key strings from the root of the tree to the leaf.
+      region, group: what kind of leaf it is, and whose hyperparameters it has.
+      shape, dtype: the leaf's own.
+      bucket: index among the buckets of the layout.
+      offset, size, padding: in elements.
+      leaf: index among the leaves of the tree, ``None`` leaves counted.
+    """
 
     path: Path
     region: str
@@ -64,7 +73,7 @@ class Segment:
     offset: int
     size: int
     padding: int
-    leaf: int  # index among the leaves of the tree, None leaves counted
+    leaf: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,7 +198,11 @@ class FlatLayout:
         return sum(b.size for b in self.buckets) - self.size
 
     def segment(self, path: Sequence[str]) -> Segment:
-        """The segment of the leaf at `path`; KeyError if there is none."""
+        """The segment of the leaf at `path`.
+
+        Raises:
+          KeyError: there is none.
+        """
         wanted = tuple(path)
         for s in self.segments:
             if s.path == wanted:

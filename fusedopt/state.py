@@ -20,20 +20,34 @@ class FusedState(NamedTuple):
     Slots are tuples with one buffer for each bucket that is not frozen, in layout order; fields
     that an optimizer does not use are ``()``. Buffers hold no names: `to_optax_state` gives them by
     path, `check_restored` looks at buffers out of a checkpoint.
+
+    Attributes:
+      count: int32 []: finite steps taken; it stops at ``2**31 - 1``.
+      mu: slot: first moment or velocity, float32 (float64 for float64 parameters) unless another dtype was asked for.
+      nu: slot: second moment, likewise.
+      ema: slot: average of the parameters, float32 or wider.
+      master: slot: float32 copies of the buckets of lower precision, and of these only.
+      accumulated: slot: gradients of a step so far, float32 or wider; the last step's if none.
+      hyperparams: float32 [k] (float64 with float64 parameters); decays b as 1 - b. Read by ``tx.hyperparams``.
+      skipped: bool []: the last step was skipped.
+      total_skipped: int32 [].
+      trust_ratios: float32 [segments with a trust ratio], of the last step. Read by ``tx.trust_ratios``.
+      grad_norm: float32 []: norm of the last step's gradients, unscaled, before clipping.
+      micro_step: int32 []: gradients in `accumulated`.
     """
 
-    count: Any  # int32 []: finite steps taken
-    mu: Any = ()  # first moment or velocity
-    nu: Any = ()  # second moment
-    ema: Any = ()  # average of the parameters, float32 or wider
-    master: Any = ()  # float32 copies of the buckets of lower precision, and of these only
-    accumulated: Any = ()  # gradients of a step so far, float32 or wider; the last step's if none
-    hyperparams: Any = ()  # float32 [k] (float64 with float64 parameters); decays b as 1 - b
-    skipped: Any = ()  # bool []: the last step was skipped
-    total_skipped: Any = ()  # int32 []
-    trust_ratios: Any = ()  # float32 [segments with a trust ratio], of the last step
-    grad_norm: Any = ()  # float32 []: norm of the last step's gradients, unscaled, before clipping
-    micro_step: Any = ()  # int32 []: gradients in `accumulated`
+    count: Any
+    mu: Any = ()
+    nu: Any = ()
+    ema: Any = ()
+    master: Any = ()
+    accumulated: Any = ()
+    hyperparams: Any = ()
+    skipped: Any = ()
+    total_skipped: Any = ()
+    trust_ratios: Any = ()
+    grad_norm: Any = ()
+    micro_step: Any = ()
 
 
 def live_buckets(layout: FlatLayout) -> list[Bucket]:

@@ -41,16 +41,19 @@ class FusedTransformation(optax.GradientTransformationExtraArgs):
 
     A gradient that is None (with `params` given) means no gradient: no update, no decay, and its
     moments stay. Both take FlatParams for gradients and parameters, and as ``extra``:
-      loss_scale: the gradients are divided by it; 0 counts as 1, inf and NaN skip the step.
-      has_nan: a 0-d flag; nonzero skips the step.
-      any hyperparameter by name: its value for this step only; one that the optimizer was made
-        without is a ValueError. Other keywords are ignored, as optax asks.
+
+    * ``loss_scale``: the gradients are divided by it; 0 counts as 1, inf and NaN skip the step.
+    * ``has_nan``: a 0-d flag; nonzero skips the step.
+    * any hyperparameter by name: its value for this step only; one that the optimizer was made
+      without is a ValueError. Other keywords are ignored, as optax asks.
+
     A skipped step leaves parameters, slots, count and hyperparameters bit for bit as they were
     (updates are zero), sets ``state.skipped`` and adds one to ``state.total_skipped``.
 
-    Raises (`update` and `apply`): ValueError for other structures or shapes than those of params
-    or state, naming the leaf; ValueError where `params` are needed and missing; TypeError for
-    complex leaves and integer gradients of floating point parameters.
+    Raises:
+      ValueError: by `update` and `apply`, for other structures or shapes than those of params or state, naming
+        the leaf, and where `params` are needed and missing.
+      TypeError: complex leaves, and integer gradients of floating point parameters.
     """
 
     apply: Callable[..., tuple[Any, Any]]

@@ -20,3 +20,26 @@ from pallas_kernels.segment_sumsq import spread as spread
 from pallas_kernels.tiling import BLOCK as BLOCK
 from pallas_kernels.tiling import ROW as ROW
 from pallas_kernels.total_sumsq import total_sumsq as total_sumsq
+
+__all__ = [
+    "BLOCK",
+    "ROW",
+    "Backend",
+    "Pieces",
+    "SumSq",
+    "Support",
+    "arrays_of",
+    "elementwise",
+    "interpret",
+    "join",
+    "norm",
+    "pieces_of",
+    "resolve_backend",
+    "rounded",
+    "runs_pieces",
+    "segment_sumsq",
+    "spread",
+    "supported_backends",
+    "total_sumsq",
+    "zero_or_nan",
+]

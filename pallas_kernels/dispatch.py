@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels import compat, tiling
 
 Backend = Literal["xla", "mosaic", "triton"]
+"""Name of a backend: "xla" is the definition and runs everywhere, the others are Pallas kernels for NVIDIA GPUs."""
 
 BACKENDS: tuple[Backend, ...] = (
     ("mosaic", "triton", "xla") if compat.MOSAIC_IN_COMMAND_BUFFERS else ("triton", "mosaic", "xla")
@@ -134,6 +135,7 @@ def supported_backends(device: Any = None) -> dict[str, Support]:
     Args:
         device: a `jax.Device`, an abstract device, or the name of a device kind ("NVIDIA H200"); None is the
             default device.
+
     Returns:
         backend name -> `Support`, the preferred backend first.
     """
@@ -177,6 +179,7 @@ def resolve_backend(
         arrays: the call's arrays. The device is that of their mesh or sharding, else of the abstract mesh in
             use, else the default device.
         refused: backends that this call cannot use, and why.
+
     Raises:
         ValueError: `backend` is no name of a backend, or one that this device or these arrays cannot use; the
             message gives the reason of every backend.

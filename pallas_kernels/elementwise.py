@@ -61,10 +61,13 @@ def elementwise(
             only past the flag, `s[0]` is the Python number 0.0.
         backend: "xla", "mosaic", "triton", or None for the best one the device and arrays support.
         name: of the kernel, in lowered text and profiles.
+
     Returns:
         (new_updated, emitted), two tuples.
+
     Raises:
-        ValueError: shapes, counts or `backend` that do not fit. TypeError: dtypes that do not fit.
+        ValueError: shapes, counts or `backend` that do not fit.
+        TypeError: dtypes that do not fit.
     """
     updated, read, row_scalars = (tuple(map(as_buffer, xs)) for xs in (updated, read, row_scalars))
     scalars = tuple(map(jnp.asarray, scalars)) if isinstance(scalars, tuple) else jnp.asarray(scalars)

@@ -34,8 +34,13 @@ def zero_or_nan(
         arrays: of any shapes and dtypes that a buffer may have.
         backend: "xla", "mosaic" (the same as "xla": there is no such kernel), "triton", or None for the best one.
         name: of the kernel.
+
     Returns:
         1-D, in the dtype of `scalars`.
+
+    Raises:
+        ValueError: the shape of `scalars`, or a `backend` that cannot run here.
+        TypeError: dtypes that do not fit.
     """
     arrays, scalars = [x for x in map(jnp.asarray, arrays) if x.size], jnp.asarray(scalars)
     check_scalars(scalars)

@@ -86,7 +86,7 @@ class Pieces:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def split(self, buffer: Any) -> list[Any]:
-        """What lies at the segments' places in `buffer` (..., size): arrays (..., *shape)."""
+        """What lies at the segments' places in `buffer` ``(..., size)``: arrays ``(..., *shape)``."""
         parts = _split(buffer, self.segments)
         batch = buffer.shape[:-1]
         return [x.reshape(batch + shape) for x, shape in zip(parts, self.shapes, strict=True)]

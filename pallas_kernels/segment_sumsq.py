@@ -29,9 +29,9 @@ class SumSq(NamedTuple):
     """Sums of squares at three scales, each (k, S). Additive: shards of a segment are added field by field.
 
     Attributes:
-        big: sum of (x * 2**-80)**2; finite exactly if every x is (2**-600 in float64).
-        mid: sum of x**2; may overflow or underflow.
-        small: sum of (x * 2**80)**2; exact where mid underflows (2**600 in float64).
+        big: sum of ``(x * 2**-80)**2``; finite exactly if every x is (``2**-600`` in float64).
+        mid: sum of ``x**2``; may overflow or underflow.
+        small: sum of ``(x * 2**80)**2``; exact where mid underflows (``2**600`` in float64).
     """
 
     big: jax.Array
@@ -88,10 +88,13 @@ def segment_sumsq(
         backend: "xla", "mosaic", "triton", or None for the best one the device and arrays support.
         name: of the kernel.
         parts: how many arrays of this size make the whole of which these are one part: rows are rounded as in it.
+
     Returns:
         `SumSq` of (k, S) arrays; see `norm`.
+
     Raises:
-        ValueError: shapes, sizes or `backend` that do not fit. TypeError: dtypes that do not fit.
+        ValueError: shapes, sizes or `backend` that do not fit.
+        TypeError: dtypes that do not fit.
     """
     arrays, sizes, scalars = tuple(map(as_buffer, arrays)), tuple(map(int, sizes)), jnp.asarray(scalars)
     pieces = any(isinstance(x, Pieces) for x in arrays)
@@ -127,6 +130,9 @@ def spread(values: jax.Array, sizes: Sequence[int], row: int, total: int) -> jax
         values: (S,).
         sizes, row: as in `segment_sumsq`.
         total: elements of the buffer, a multiple of `row`.
+
+    Raises:
+        ValueError: `values` of another shape, or a `total` that the segments do not fit into.
     """
     table = tiling.segments(tuple(map(int, sizes)), row)
     if values.shape != (len(table.sizes),):

@@ -32,8 +32,13 @@ def total_sumsq(
         arrays: of any shapes and dtypes that a buffer may have.
         backend: "xla", "mosaic", "triton", or None for the best one.
         name: of the kernel.
+
     Returns:
         `SumSq` of (k, 1) arrays; of no arrays zeros, with k = 1. Their `norm` is that of all arrays.
+
+    Raises:
+        ValueError: the shape of `scalars`, or a `backend` that cannot run here.
+        TypeError: dtypes that do not fit.
     """
     arrays, scalars = [x for x in map(jnp.asarray, arrays) if x.size], jnp.asarray(scalars)
     check_scalars(scalars)

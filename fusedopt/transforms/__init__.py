@@ -3,7 +3,9 @@
 A hyperparameter is a Python number, a 0-d array or tracer, or a schedule (count -> value). It is an operand: no value,
 and no change of it, compiles anything anew.
 
-Common options, all keyword-only:
+These options are keyword-only and the same in every optimizer:
+
+Args:
   groups: sequence of `Group`: leaves with hyperparameters of their own; the default groups ``bias`` and ``weight`` stand
     behind them.
   packing: a `Packing`: which leaves share a buffer.

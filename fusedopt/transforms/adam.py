@@ -46,8 +46,8 @@ def adam(
         v = b2*v + (1-b2)*g*g
         w = w - learning_rate*(m/(1-b1^t)) / (sqrt(v/(1-b2^t) + eps_root) + eps)
 
-    See `adamw` for the arguments and for `nesterov` and `eps_inside`. Here the Python number 0
-    for `weight_decay` removes decay from the program, and ``update`` needs no `params`.
+    Arguments, state, `nesterov`, `eps_inside` and what is raised are those of `adamw`. Here the Python
+    number 0 for `weight_decay` removes decay from the program, and ``update`` needs no `params`.
     Equal to ``optax.adam``.
     """
     options = Options(
@@ -106,15 +106,16 @@ def adamw(
       mu_dtype, nu_dtype: dtypes of m and v; None: float32, float64 for float64 parameters.
       weight_decay: a hyperparameter >= 0.
       mask: None: group ``weight`` decays and ``bias`` does not; or an optax mask of what decays.
-      nesterov: static; m/(1-b1^t) becomes b1*m/(1-b1^(t+1)) + (1-b1)*g/(1-b1^t).
+      nesterov: static; ``m/(1-b1^t)`` becomes ``b1*m/(1-b1^(t+1)) + (1-b1)*g/(1-b1^t)``.
       eps_inside: static; the other published form,
-        w - (learning_rate*sqrt(1-b2^t)/(1-b1^t) * m/sqrt(v + eps) + learning_rate*weight_decay*w).
-      groups and what follows: see the package's docstring.
+        ``w = w - learning_rate*( sqrt(1-b2^t)/(1-b1^t) * m/sqrt(v + eps) + weight_decay*w )``.
+      groups and what follows: see `fusedopt.transforms`.
 
     State: ``mu`` and ``nu``. Equal to ``optax.adamw(..., mask=fusedopt.weight_mask)``.
 
-    Raises: ValueError for numbers out of range, and for `eps_inside` with `nesterov` or
-    `eps_root`; TypeError for arguments of a wrong kind.
+    Raises:
+      ValueError: numbers out of range, or `eps_inside` with `nesterov` or `eps_root`.
+      TypeError: arguments of a wrong kind.
     """
     options = Options(
         groups, packing, backend, skip_nonfinite, master_weights, ema_decay, ema_debias, clip_norm, accumulate

@@ -55,13 +55,15 @@ def lamb(
         ``fusedopt.weight_mask`` leaves biases and norm scales to AdamW, as the published BERT runs do.
       max_trust_ratio: None for no limit, or a hyperparameter > 0.
       mu_dtype, nu_dtype: dtypes of m and v; None: float32, float64 for float64 parameters.
-      groups and what follows: see the package's docstring.
+      groups and what follows: see `fusedopt.transforms`.
 
     State: ``mu``, ``nu`` and ``trust_ratios``, read by ``tx.trust_ratios(state)``. Norms do not overflow
     or underflow in float32, and have the same bits in every run. Gradients, parameters and moments are
     read twice a step. Equal to ``optax.lamb(..., mask=fusedopt.weight_mask)``.
 
-    Raises: ValueError for numbers out of range, TypeError for arguments of a wrong kind.
+    Raises:
+      ValueError: numbers out of range.
+      TypeError: arguments of a wrong kind.
     """
     options = Options(
         groups, packing, backend, skip_nonfinite, master_weights, ema_decay, ema_debias, clip_norm, accumulate

@@ -53,17 +53,18 @@ def lars(
       trust_ratio_mask: None: group ``weight`` has trust ratios; or an optax mask of what has.
       momentum: a hyperparameter in [0, 1].
       nesterov: static.
-      trust_ratio: "paper" as above; "optax": eta = trust_coefficient*|w| / (|g + weight_decay*w|
-        + eps), no cap, floors on these two norms, and leaves without a ratio take eta = 1 with
-        the learning rate inside the momentum. That equals ``optax.lars`` with the same masks.
+      trust_ratio: "paper" as above; "optax": ``eta = trust_coefficient*|w| / (|g + weight_decay*w| + eps)``, no
+        cap, floors on these two norms, and leaves without a ratio take eta = 1 with the learning rate inside the
+        momentum. That equals ``optax.lars`` with the same masks.
       max_trust_ratio: a hyperparameter > 0; paper form only.
-      groups and what follows: see the package's docstring.
+      groups and what follows: see `fusedopt.transforms`.
 
     State: ``mu``, and ``trust_ratios``, read by ``tx.trust_ratios(state)``. Norms do not overflow
     or underflow in float32, and have the same bits in every run.
 
-    Raises: ValueError for numbers out of range or an unknown `trust_ratio`; TypeError for
-    arguments of a wrong kind.
+    Raises:
+      ValueError: numbers out of range, or an unknown `trust_ratio`.
+      TypeError: arguments of a wrong kind.
     """
     options = Options(
         groups, packing, backend, skip_nonfinite, master_weights, ema_decay, ema_debias, clip_norm, accumulate

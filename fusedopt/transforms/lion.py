@@ -43,11 +43,13 @@ def lion(
       mu_dtype: dtype of m; None: float32, float64 for float64 parameters.
       weight_decay: a hyperparameter >= 0.
       mask: None: group ``weight`` decays and ``bias`` does not; or an optax mask of what decays.
-      groups and what follows: see the package's docstring.
+      groups and what follows: see `fusedopt.transforms`.
 
     State: ``mu``. Equal to ``optax.lion(..., mask=fusedopt.weight_mask)``.
 
-    Raises: ValueError for numbers out of range, TypeError for arguments of a wrong kind.
+    Raises:
+      ValueError: numbers out of range.
+      TypeError: arguments of a wrong kind.
     """
     options = Options(
         groups, packing, backend, skip_nonfinite, master_weights, ema_decay, ema_debias, clip_norm, accumulate

@@ -45,11 +45,13 @@ def sgd(
       weight_decay: a hyperparameter >= 0. The Python number 0 removes decay from the program, and
         `params` may then be left out of ``update``.
       mask: None: group ``weight`` decays; or an optax mask of what decays.
-      groups and what follows: see the package's docstring.
+      groups and what follows: see `fusedopt.transforms`.
 
     State: ``mu`` with momentum, else no buffer. Equal to ``optax.sgd`` without weight decay.
 
-    Raises: ValueError for numbers out of range, TypeError for arguments of a wrong kind.
+    Raises:
+      ValueError: numbers out of range.
+      TypeError: arguments of a wrong kind.
     """
     options = Options(
         groups, packing, backend, skip_nonfinite, master_weights, ema_decay, ema_debias, clip_norm, accumulate

@@ -56,3 +56,47 @@ def test_the_readme_has_the_committed_figures():
     readme = (ROOT / "README.md").read_text()
     table = readme.partition("<!-- python -m benchmarks.markdown -->\n")[2].partition("\n<!-- end -->")[0]
     assert table.strip() == markdown.tables(storage.read(path)).strip()
+
+
+def test_other_lines_between_packed_and_solo_have_both_modes_in_a_cell():
+    rows = [
+        row("packing", "a", "optax", 1.0),
+        row("packing", "a", "flat 1", 1.25),
+        row("packing", "a", "apply 1", 0.875),
+        row("packing", "a", "flat None", 12.3),
+        row("packing", "b", "flat 1", 2.0),
+    ]
+    assert markdown.packing(rows).splitlines() == [
+        "| `solo_from` | `a` | `b` |",
+        "| --- | ---: | ---: |",
+        "| `1` | 1.25, **0.88** | 2.00,  |",
+        "| `None` | 12,  | ,  |",
+    ]
+
+
+def test_builds_are_those_of_train_steps():
+    rows = [
+        row("train", "net", "optax", 1.0, build_ratio=1.0),
+        row("train", "net", "flat", 3.0, build_ratio=1.5),
+        row("step", "net", "flat", 3.0, build_ratio=9.0),
+    ]
+    assert markdown.builds(rows).splitlines() == [
+        "|  | arrays | `FlatParams` | `apply` |",
+        "| --- | ---: | ---: | ---: |",
+        "| `net` | 1,200 | 1.50 |  |",
+    ]
+
+
+def test_what_was_compiled_is_read_from_its_table():
+    text = """# Head
+
+| target | model | rule | mode | packing | backend | has_nan | launches | accesses |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| h200 | resnet50 | adamw | flat | all | default | yes | 9 | 8.01 |
+| h200 | resnet50 | adamw | flat | < 16384 | default | yes | 23 | 8.02 |
+| h200 | resnet50 | adamw | apply | < 16384 | default | yes | 26 | 8.03 |
+| h200 | resnet50 | adamw | apply | < 16384 | default | no | 1 | 1 |
+| h200 | ragged | adamw | apply | < 16384 | default | yes | 2 | 2 |
+| h200 | resnet50 | optax |  |  | default | no | 163 | 7.00 |
+"""
+    assert markdown.compiled(text).splitlines()[2:] == ["| `adamw` | 23, 8.02 | 9, 8.01 | 26, 8.03 | 163, 7.00 |"]
