@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from fusedopt import paths as _paths
 from fusedopt.layout import Bucket, FlatLayout
 from fusedopt.optimizer import Optimizer
-from fusedopt.packing import FlatParams, pack_whole, pieces_of
+from fusedopt.packing import FlatParams, gathered, pack_whole, pieces_of
 from fusedopt.paths import Path, show
 from fusedopt.state import FusedState, buffers_of, check_state, fields_of, trusted
 
@@ -113,7 +113,7 @@ def vector_of(opt: Optimizer, vector: jax.Array, values: Mapping[str, Any]) -> j
 
 def _leaves_of(bucket: Bucket, buffer: Any, layout: FlatLayout) -> Leaves:
     members = layout.segments_of(bucket)
-    parts = [buffer] if bucket.solo else _split(buffer, bucket, layout)
+    parts = [buffer] if bucket.solo else _split(gathered(buffer), bucket, layout)
     if len(parts) == 1:  # might be the buffer itself
         parts = [jnp.array(parts[0], copy=True)]
     return {s.path: x for s, x in zip(members, parts, strict=True)}

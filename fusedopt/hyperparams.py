@@ -181,7 +181,10 @@ class Hyperparams:
                 )
             if getattr(value, "shape", ()) != vector.shape[:-1] or not vector.shape[:-1]:
                 check(h, value)  # one number for all; with leading axes also one for each
-            vector = vector.at[..., by_name[name]].set(_stored(h, value, vector.dtype))
+            # No scatter: over an Explicit mesh it takes no value that is not placed there.
+            chosen = np.broadcast_to(np.arange(len(by_name)) == by_name[name], vector.shape)
+            stored = _stored(h, value, vector.dtype)
+            vector = jnp.where(chosen, jnp.broadcast_to(stored[..., None], vector.shape), vector)
         return vector
 
     @staticmethod

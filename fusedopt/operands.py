@@ -129,3 +129,16 @@ def _check_dtypes(leaves: Sequence[Any], layout: FlatLayout) -> None:
                 f"`grads` leaf `{_paths.show(s.path)}`: expected real floating point gradients "
                 f"for a {s.dtype} parameter, got {jnp.result_type(x)}"
             )
+
+
+def joined(layout: FlatLayout, operands: Operands, name: str) -> FlatParams:
+    """Operands as one array a bucket, which `zero1` cuts into shards; ValueError where a leaf has none."""
+    buckets = []
+    for b, x in zip(layout.buckets, operands.buckets, strict=True):
+        if isinstance(x, pallas_kernels.Pieces) and x.absent:
+            leaf = _paths.show(layout.segments_of(b)[min(x.absent)].path)
+            raise ValueError(
+                f"`{name}` leaf `{leaf}`: expected an array, got None; under zero1 every leaf needs a gradient, or a frozen Group"
+            )
+        buckets.append(jnp.zeros(b.shape, b.dtype) if x is None else pallas_kernels.join(x))
+    return FlatParams(buckets, (), layout)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 import pallas_kernels
 from fusedopt import layout_builder, serialization
@@ -180,6 +182,30 @@ def pieces_of(bucket: Bucket, members: Sequence[Segment], row: int) -> Pieces:
 def slot_dtype(dtype: Any) -> Any:
     """Optimizer state is float32 for float32 and lower precision, float64 for float64."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
+
+
+def sharded_by(x: Any) -> Any:
+    """The spec by which an array is sharded, None where every device has it whole.
+
+    As far as the array or its type tells: of a tracer over an Auto mesh nothing does.
+    """
+    if isinstance(x, Tracer):
+        spec = getattr(jax.typeof(x).sharding, "spec", ())
+        return spec if any(part is not None for part in spec) else None
+    if not isinstance(x, jax.Array) or x.sharding.is_fully_replicated:
+        return None
+    return getattr(x.sharding, "spec", x.sharding)
+
+
+def gathered(buffer: Any) -> Any:
+    """A buffer that every device has whole, so that it can be cut into leaves, whatever the mesh."""
+    if sharded_by(buffer) is None:
+        return buffer
+    traced = isinstance(buffer, Tracer)
+    sharding = jax.typeof(buffer).sharding if traced else buffer.sharding
+    if not isinstance(sharding, NamedSharding):
+        return buffer
+    return (jax.reshard if traced else jax.device_put)(buffer, NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def check_shapes(leaves: Sequence[Any], layout: FlatLayout, name: str) -> None:

@@ -13,16 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from fusedopt.layout import FlatLayout, intern
-from fusedopt.optimizer import Optimizer
-from fusedopt.packing import FlatParams
-from fusedopt.paths import path_of, show
-from fusedopt.state import FusedState, check_state
+from fusedopt.paths import show
 from pallas_kernels.segment_sumsq import SumSq, add_rows
 from pallas_kernels.tiling import BLOCK, segments
 
@@ -122,47 +118,3 @@ def mapped(body: Callable[..., Any], mesh: Mesh, in_specs: tuple, out_specs: Any
 def varying(x: Any) -> frozenset:
     """The axes of the shard_map around over which an array varies, as its type says; none under check_vma=False."""
     return frozenset(jax.typeof(x).mat.varying)
-
-
-def check_whole(tree: Any, name: str) -> None:
-    """Raises ValueError naming a leaf that is sharded, as far as arrays and types tell (not in a jit over an Auto mesh)."""
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        if isinstance(x, Tracer):
-            spec = getattr(jax.typeof(x).sharding, "spec", ())
-            sharded = any(part is not None for part in spec)
-        else:
-            sharded = isinstance(x, jax.Array) and not x.sharding.is_fully_replicated
-            spec = getattr(x.sharding, "spec", x.sharding) if sharded else ()
-        if sharded:
-            raise ValueError(
-                f"`{name}` leaf `{show(path_of(path))}`: got an array sharded by {spec}, expected one that every device has "
-                "whole: zero1 shards the state of replicated parameters and gathers nothing unasked. Replicate it, "
-                "jax.device_put(x, NamedSharding(mesh, P())), or give sharded leaves an optimizer of their own that works leaf "
-                "by leaf (optax.partition with optax.adamw)"
-            )
-
-
-def check_local(shards: Shards, g: FlatParams) -> None:
-    """Raises ValueError for gradients that the shard_map around has summed over devices, where types tell."""
-    if not shards.checked():
-        return  # nothing is summed unasked there
-    for b, x in zip(g.layout.buckets, g.buckets, strict=True):
-        if shards.axis not in varying(x):
-            raise ValueError(
-                f"`grads` bucket `{b.name}`: got gradients that are the same on all devices of axis {shards.axis!r}, expected "
-                "local ones. Under check_vma=True gradients of replicated parameters are summed already, "
-                f"{shards.count} times too large for a mean: differentiate with respect to jax.lax.pcast(params, "
-                f'{shards.axis!r}, to="varying"), or use tx.train_step, or shard_map with check_vma=False'
-            )
-
-
-def check_shards(opt: Optimizer, state: FusedState, layout: FlatLayout, local: FlatLayout) -> None:
-    """Raises ValueError for buffers that are not shards: of `local`, which is cut from `layout`."""
-    shapes = {b.shape for b in layout.buckets} - {b.shape for b in local.buckets}
-    for name in opt.buffer_names if isinstance(state, FusedState) else ():
-        if any(jnp.shape(x) in shapes for x in getattr(state, name)):
-            raise ValueError(
-                f"`state.{name}`: got whole buffers inside a shard_map, expected the shards of this device: pass the state "
-                "with in_specs and out_specs of tx.specs(state)"
-            )
-    check_state(opt, state, local)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from fusedopt.optimizer import Optimizer
-from fusedopt.packing import FlatParams, pieces_of, slot_dtype
+from fusedopt.packing import FlatParams, gathered, pieces_of, slot_dtype
 from fusedopt.paths import Path, flatten, type_of
 from fusedopt.scalars import callers_flag, unscale_factor
 from fusedopt.state import FusedState, buffers_of, check_state, trusted
@@ -134,7 +134,8 @@ class FusedTransformation(optax.GradientTransformationExtraArgs, Generic[State])
         """The average of the parameters that `ema_decay` keeps, as a tree like `params`, or FlatParams.
 
         Each leaf in the dtype of its parameter. Leaves that have no average, frozen ones, integers and None, are those
-        of `params`. Works inside jit. To train on from the average, copy it: a leaf may share memory with the state.
+        of `params`. Works inside jit. Under `zero1` all devices have them whole. To train on from the average, copy it: a
+        leaf may share memory with the state.
 
         Raises:
           ValueError: the optimizer keeps no average, or the state is of other parameters.
@@ -145,6 +146,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs, Generic[State])
         layout = self.optimizer.layout_of_params(params)
         check_state(self.optimizer, fused, layout)
         averages = {b: x["ema"].astype(b.dtype) for b, x in buffers_of(self.optimizer, fused, layout).items()}
+        averages = {b: x if b.solo else gathered(x) for b, x in averages.items()}
         if isinstance(params, FlatParams):
             buckets = [averages.get(b, x) for b, x in zip(layout.buckets, params.buckets, strict=True)]
             return cast(Params, FlatParams(buckets, params.rest, params.layout))

@@ -11,14 +11,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from fusedopt.layout import FlatLayout
-from fusedopt.operands import Operands, close_operands, open_operands
+from fusedopt.operands import close_operands, joined, open_operands
 from fusedopt.optimizer import Optimizer
 from fusedopt.packing import FlatParams, pack, slot_dtype
-from fusedopt.paths import show
 from fusedopt.scalars import callers_flag
-from fusedopt.shards import Shards, check_local, check_shards, check_whole, mapped
-from fusedopt.state import STEP_ORDER, FusedState, check_kind, check_state
+from fusedopt.shard_checks import check_batch, check_local, check_shards, check_whole, check_whole_state
+from fusedopt.shards import Shards, mapped
+from fusedopt.state import STEP_ORDER, FusedState, check_kind
 from fusedopt.transformation import FusedTransformation, _own_state
 from fusedopt.typing import PyTree
 from fusedopt.update import check_params_given, step
@@ -53,7 +52,8 @@ def zero1(tx: FusedTransformation[FusedState], mesh: Mesh, axis: str = "data") -
 
     Norms (LARS, LAMB, `clip_norm`) are of whole leaves: row sums are gathered and added in one order, whatever the number
     of devices. A skipped step is skipped on all devices. Transformations in front of it (`fusedopt.chain`) see local
-    gradients inside a shard_map: clip by `clip_norm` there.
+    gradients inside a shard_map: clip by `clip_norm` there. Several processes make the same calls with arrays over all
+    devices, of their parts of a batch by `jax.make_array_from_process_local_data`.
 
     Args:
       tx: an optimizer made by fusedopt; not a chain, which belongs around: ``chain(front, zero1(adamw(1e-3), mesh))``.
@@ -144,6 +144,10 @@ class Zero1Transformation(FusedTransformation[FusedState]):
         Returns:
           ``train_step(params, state, *batch, **extra) -> (params, state, loss)``, or ``(params, state, loss, aux)``.
           `params` are FlatParams or a tree; `extra` is that of `apply`: numbers or 0-d arrays.
+
+        Raises:
+          ValueError (`train_step`): as `apply`; arrays of a batch that the devices cannot share equally, that were put on
+            other devices, or that are of one process among several.
         """
         batch_spec = P(self.axis) if batch_spec is None else batch_spec
 
@@ -155,7 +159,9 @@ class Zero1Transformation(FusedTransformation[FusedState]):
             return params, state, jax.tree.map(lambda x: jax.lax.pmean(x, self.axis), loss)
 
         def run(params, state, batch, extra):
-            check_whole(params, "params")
+            layout = self.optimizer.layout_of_params(params)
+            self._shards.layout_of(layout)
+            check_whole_state(self.optimizer, state, layout)
             specs = self.specs(state)
             everywhere = mapped(body, self.mesh, (P(), specs, batch_spec, P()), (P(), specs, P()))
             params, state, loss = everywhere(params, state, batch, extra)
@@ -164,7 +170,8 @@ class Zero1Transformation(FusedTransformation[FusedState]):
         jitted = jax.jit(run, donate_argnums=(0, 1) if donate else ())
 
         def train_step(params: Any, state: FusedState, *batch: Any, **extra: Any) -> tuple[Any, ...]:
-            check_whole(params, "params")
+            check_whole(params, "params", self.mesh)
+            check_batch(batch, batch_spec, self.mesh)
             return jitted(params, state, batch, self._known(extra, state) if extra else {})
 
         return train_step
@@ -174,7 +181,7 @@ class Zero1Transformation(FusedTransformation[FusedState]):
             return self.optimizer.init(params)
         if self._inside():
             raise ValueError("`init` inside a shard_map: make the state outside, and pass it by tx.specs(state)")
-        check_whole(params, "params")
+        check_whole(params, "params", self.mesh)
         flat = params if isinstance(params, FlatParams) else pack(params, self)
         layout = self.optimizer.adapt(flat)
         state = self._jitted_init(FlatParams(flat.buckets, (), layout))
@@ -190,15 +197,15 @@ class Zero1Transformation(FusedTransformation[FusedState]):
         opt = self.optimizer
         check_kind(state, STEP_ORDER)
         check_params_given(opt, params, in_place)
-        check_whole(grads, "grads")
-        check_whole(params, "params")
+        check_whole(grads, "grads", self.mesh)
+        check_whole(params, "params", self.mesh)
         layout, g, p = open_operands(opt, grads, params)
         local_layout = self._shards.layout_of(layout)
         inside = self._inside()
-        check_shards(opt, state, layout, local_layout) if inside else check_state(opt, state, layout)
+        check_shards(opt, state, layout, local_layout) if inside else check_whole_state(opt, state, layout)
         extra = self._known(extra, state)
         buckets: list[Any]
-        whole_g, whole_p = self._whole(layout, g, "grads"), None if p is None else self._whole(layout, p, "params")
+        whole_g, whole_p = joined(layout, g, "grads"), None if p is None else joined(layout, p, "params")
         if inside:
             buckets, state = self._own_step(whole_g, state, whole_p, extra, in_place, local_gradients=True)
         else:
@@ -247,18 +254,9 @@ class Zero1Transformation(FusedTransformation[FusedState]):
     def _own(self, flat: FlatParams) -> FlatParams:
         return FlatParams([self._shards.own(x) for x in flat.buckets], (), self._shards.layout_of(flat.layout))
 
-    def _whole(self, layout: FlatLayout, operands: Operands, name: str) -> FlatParams:
-        """Gradients or parameters as one array a bucket."""
-        buckets = []
-        for b, x in zip(layout.buckets, operands.buckets, strict=True):
-            if isinstance(x, pallas_kernels.Pieces) and x.absent:
-                leaf = show(layout.segments_of(b)[min(x.absent)].path)
-                raise ValueError(
-                    f"`{name}` leaf `{leaf}`: expected an array, got None; under zero1 every leaf needs a gradient, or a frozen "
-                    "Group"
-                )
-            buckets.append(jax.numpy.zeros(b.shape, b.dtype) if x is None else pallas_kernels.join(x))
-        return FlatParams(buckets, (), layout)
-
-    def _inside(self) -> bool:  # a shard_map over the axis
-        return self.axis in jax.sharding.get_abstract_mesh().manual_axes
+    def _inside(self) -> bool:
+        """Whether this is a shard_map over the axis."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        if manual and self.axis not in manual:
+            raise ValueError(f"inside a shard_map over {manual}: expected one over axis {self.axis!r} too, or none")
+        return self.axis in manual

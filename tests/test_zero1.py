@@ -1,9 +1,8 @@
-"""State in shards over a mesh: the numbers of one device, the promised collectives and bytes."""
+"""State in shards over a mesh: the numbers of one device, the promised collectives and bytes, and what is refused."""
 
 from __future__ import annotations
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,12 @@ import fusedopt
 from fusedopt import Packing
 from tests.helpers import assert_close, assert_equal, filled, gradients, largest
 from tests.zero1_cases import (
+    ADAM,
     MODES,
     SLOW,
     STEPS,
     batch_on,
+    collectives,
     loss_fn,
     mesh_of,
     norms,
@@ -33,32 +34,14 @@ from tests.zero1_cases import (
 )
 
 
-def collectives(jitted, *args):
-    """How often each collective occurs in the compiled program, those of scalars and row sums (below 2 kB) not counted."""
-    text = jitted.lower(*args).compile().as_text()
-    found = {}
-    for line in text.splitlines():
-        match = re.search(
-            r" = (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(", line
-        )
-        if match:
-            sizes = [
-                np.prod([int(n) for n in dims.split(",") if n]) for dims in re.findall(r"\w\d+\[([\d,]*)\]", match[1])
-            ]
-            if sum(sizes) >= 512:
-                found[match[2]] = found.get(match[2], 0) + 1
-    return found
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=SLOW)])
 def test_adamw_on_eight_devices_is_that_of_one(kind, mode):
     tx = fusedopt.zero1(fusedopt.adamw(1e-3), mesh_of(8, kind))
     flat, state = run(tx, mode)
     want, _ = one_device("adamw")
-    # Of the optimizer nothing differs (see the norms below): the sum over the batch is another one, and Adam divides what it
-    # is off by the size of the gradient. Below 1e-6 on one CPU, 1.5e-6 on another, which adds in other vectors.
-    assert largest(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), flat.tree, want.tree)) <= 2e-6
+    # Of the optimizer nothing differs (see the norms below): the sum over the batch is another one.
+    assert_close(flat.tree, want.tree, ADAM)
     assert int(state.count) == STEPS
     assert {x.sharding.spec for x in (*state.mu, *state.nu)} == {P("data")}
     assert all(x.sharding.is_fully_replicated for x in (*flat.buckets, state.count, state.hyperparams))
@@ -127,7 +110,7 @@ def test_every_rule_in_both_modes(name, mode):
     want, want_state = one_device(name)
     assert largest(jax.tree.map(lambda a, b: a - b, want.tree, params_of())) > 1e-3
     # Lion takes signs, which roundings of a gradient turn; where they do, a weight differs by a step.
-    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else 2e-6)
+    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else ADAM if name == "lamb" else 2e-6)
     assert_close(norms(state), norms(want_state), 1e-5)
 
 
@@ -175,7 +158,7 @@ def test_r127_eight_to_four_to_one_device_through_a_checkpoint_by_path(name, num
         eight = tx
     steps = 2 + 2 * len(numbers)
     want, want_state = run(make(), "jit", steps)
-    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else 1e-6)  # signs of a gradient's roundings
+    assert_close(flat.tree, want.tree, 1e-2 if name == "lion" else ADAM)  # signs of a gradient's roundings
     assert int(state.count) == int(want_state.count) == steps
 
 
@@ -193,4 +176,4 @@ def test_r127_raw_buffers_move_by_repack(kind):
     step, batch = step_of(four, "jit"), batch_on(four)
     for _ in range(8):
         moved, state = step(moved, state, *batch)
-    assert_close(moved.tree, one_device("adamw")[0].tree, 2e-6)
+    assert_close(moved.tree, one_device("adamw")[0].tree, ADAM)

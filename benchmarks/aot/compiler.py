@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -24,10 +25,14 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from fusedopt.reports import hlo
 
 TARGETS = pathlib.Path(__file__).parent / "targets"
+
+WHOLE = P()
 
 # Mosaic writes its kernels' text where this variable says; it is read when a kernel is compiled.
 MOSAIC_DUMP = {"MOSAIC_GPU_DUMP_TO": tempfile.mkdtemp(prefix="mosaic-"), "MOSAIC_GPU_DUMP_PTX": "1"}
@@ -54,13 +59,14 @@ class Compiled:
 
     Attributes:
         launches: (kind, captured) of each kernel or copy, in order; captured: inside a command buffer.
-        donated, aliased, temporary: bytes.
+        arguments, donated, aliased, temporary: bytes.
         accessed: bytes that the kernels read and write.
         kernels: ours, by the name the source gave them (`fusedopt_adam_weight`), a list each.
         seconds: that XLA took.
     """
 
     launches: tuple[tuple[str, bool], ...]
+    arguments: int
     donated: int
     aliased: int
     temporary: int
@@ -91,26 +97,32 @@ def _found(name: str) -> bool:
 
 
 @functools.cache
-def mesh(target: str) -> jax.sharding.Mesh:
-    """A mesh of one device of the target ("h200", "a100", "t4", "unknown")."""
+def mesh(target: str, devices: int = 1) -> jax.sharding.Mesh:
+    """A mesh of devices of the target ("h200", "a100", "t4", "unknown"), all in one host, along the axis "data"."""
     described = (TARGETS / f"{target}.pbtxt").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=described)
-    return topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{devices}", target_config=described)
+    return topologies.make_mesh(topo=topology, mesh_shape=(devices,), axis_names=("data",))
 
 
-def on(target: str, tree: Any) -> Any:
-    """Abstract arrays that live on the target."""
-    sharding = jax.sharding.NamedSharding(mesh(target), jax.sharding.PartitionSpec())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+def on(target: str, tree: Any, devices: int = 1, specs: Any = WHOLE) -> Any:
+    """Abstract arrays that live on the target, by PartitionSpecs: a pytree prefix."""
+    specs = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
+
+    def put(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh(target, devices), spec))
+
+    return jax.tree.map(put, tree, specs)
 
 
-def compile_for(target: str, fn: Callable[..., Any], *args: Any, donate: Sequence[int] = ()) -> Compiled:
-    """`jax.jit(fn, donate_argnums=donate)` for abstract `args`, compiled for the target."""
-    args = on(target, args)
+def compile_for(
+    target: str, fn: Callable[..., Any], *args: Any, donate: Sequence[int] = (), devices: int = 1, specs: Any = WHOLE
+) -> Compiled:
+    """`jax.jit(fn, donate_argnums=donate)` for abstract `args`, compiled for the target; bytes are those of a device."""
+    args = on(target, args, devices, specs)
     os.environ.update(MOSAIC_DUMP)
     with (
         tempfile.TemporaryDirectory(prefix="aot-") as folder,
-        jax.sharding.use_abstract_mesh(mesh(target).abstract_mesh),
+        jax.sharding.use_abstract_mesh(mesh(target, devices).abstract_mesh),
     ):
         options = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx", "xla_dump_hlo_as_text": True}
         lowered = jax.jit(fn, donate_argnums=tuple(donate)).lower(*args)
@@ -121,11 +133,14 @@ def compile_for(target: str, fn: Callable[..., Any], *args: Any, donate: Sequenc
         launches = tuple(_launches(pathlib.Path(folder)))
         ptx = [path.read_text() for path in sorted(pathlib.Path(folder).glob("*.ptx"))]
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    donated = sum(x.size * x.dtype.itemsize for i in donate for x in jax.tree.leaves(args[i]))
+    donated = sum(
+        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for i in donate for x in jax.tree.leaves(args[i])
+    )
     program = hlo.entry(text)
     kernels = _kernels(ptx, {x.label for x in program if "mosaic" in x.target})
     return Compiled(
         launches,
+        memory.argument_size_in_bytes,
         donated,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
