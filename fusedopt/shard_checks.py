@@ -17,7 +17,7 @@ from fusedopt.optimizer import Optimizer
 from fusedopt.packing import FlatParams, sharded_by
 from fusedopt.paths import path_of, show
 from fusedopt.shards import Shards, varying
-from fusedopt.state import FusedState, check_state
+from fusedopt.state import MOVE, FusedState, check_state
 
 
 def check_whole(tree: Any, name: str, mesh: Mesh | None = None) -> None:
@@ -155,6 +155,6 @@ def check_whole_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> 
         if not isinstance(state, FusedState):
             raise
         raise ValueError(
-            f"{error}. tx.init(params) makes a state for these devices; one of others moves by fusedopt.repack, or by path "
+            f"{str(error).removesuffix(MOVE)}. tx.init(params) makes a state for these devices; one of others moves by fusedopt.repack, or by path "
             "with to_optax_state and from_optax_state, and tx.place"
         ) from None
