@@ -155,6 +155,6 @@ def check_whole_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> 
         if not isinstance(state, FusedState):
             raise
         raise ValueError(
-            f"{str(error).removesuffix(MOVE)}. tx.init(params) makes a state for these devices; one of others moves by fusedopt.repack, or by path "
-            "with to_optax_state and from_optax_state, and tx.place"
+            f"{str(error).removesuffix(MOVE)}. tx.init(params) makes a state for these devices; one of others moves by "
+            "fusedopt.repack, or by path with to_optax_state and from_optax_state, and tx.place"
         ) from None
