@@ -18,6 +18,7 @@ from tests.helpers import assert_close, assert_equal
 from tests.zero1_cases import (
     BATCH,
     MODES,
+    OTHER_SUMS,
     SLOW,
     STEPS,
     batch_on,
@@ -192,7 +193,7 @@ def test_in_a_train_state_of_flax():
 
     for _ in range(STEPS):
         state = step(state, *batch_on(tx))
-    assert_close(state.params_tree, one_device("adamw")[0].tree, 2e-6)
+    assert_close(state.params_tree, one_device("adamw")[0].tree, OTHER_SUMS)
     assert {x.sharding.spec for x in state.opt_state.mu} == {P("data")}
 
 
@@ -211,7 +212,7 @@ def test_trees_and_chains_around_it():
 
     grads = {**params_of(), "steps": jnp.zeros(3)}
     assert_close(two(chained, replicated(tx, params)), two(plain, params), 1e-6)
-    with pytest.raises(ValueError, match=r"`grads` leaf `\w+`: expected an array, got None"):
+    with pytest.raises(ValueError, match="`grads` leaf `w/bias`: expected an array, got None"):
         tx.apply({"w": {"bias": None}}, tx.init({"w": {"bias": jnp.ones(3)}}), {"w": {"bias": jnp.ones(3)}})
 
 
