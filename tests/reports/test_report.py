@@ -319,12 +319,12 @@ def test_the_arrays_say_where():
         (
             lambda: fusedopt.report(fusedopt.adamw(0.1), {"a": {"b": "text"}}),
             TypeError,
-            "leaf `params: a/b`: expected an array or a number, got str",
+            "`params` leaf `a/b`: expected an array or a number, got str",
         ),
         (
             lambda: fusedopt.report(fusedopt.adamw(0.1), lambda x: x),
             TypeError,
-            "leaf `params: <root>`: .* got function",
+            "`params` leaf `<root>`: .* got function",
         ),
         (
             lambda: fusedopt.report(fusedopt.adamw(0.1), {}),
