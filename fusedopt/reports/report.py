@@ -100,7 +100,8 @@ class Report:
         if (front := self.state_memory.get(contents.FRONT)) is not None:  # they are optax's own
             self.optax_name, self.optax_memory[contents.FRONT] = f"{self.optax_name} in the same chain", front
         self.target, self.device = _where(self._params, device)
-        self.choices = backends.choices(opt, self.layout, self.mode, self.target)
+        buffers = "flat" if sharded is not None else self.mode  # zero1 packs trees
+        self.choices = backends.choices(opt, self.layout, buffers, self.target)
         needed = traffic.needed_bytes(opt, self.layout, self.mode)
         self.needed = {name: n // self.devices for name, n in needed.items()}
         self.program: Program | None = None
