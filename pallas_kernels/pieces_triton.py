@@ -74,14 +74,14 @@ class Run:
     def look_up(self, table_ref: Any, block: Any, row: int) -> Here:
         """Where the block is. Few operations: Triton's passes take time in proportion to whatever depends on them."""
         which, place, ends = (table_ref[i * self.blocks + block] for i in range(3))
-        indices = lax.shift_right_logical(which, _PIECE_BITS) * BLOCK + iota()
+        indices = lax.shift_right_logical(which, np.int32(_PIECE_BITS)) * BLOCK + iota()
         whole = not any(n % BLOCK for n in self.sizes)
-        left = lax.bitwise_and(ends, (1 << _LEFT_BITS) - 1)
+        left = lax.bitwise_and(ends, np.int32((1 << _LEFT_BITS) - 1))
         if not any(n % 4 for n in self.sizes):
             left = pl.multiple_of(left, 4)  # four neighbours share their fate: a thread loads them at once
-        rows = lax.shift_right_logical(ends, _LEFT_BITS) * row
+        rows = lax.shift_right_logical(ends, np.int32(_LEFT_BITS)) * row
         return Here(
-            lax.bitwise_and(which, (1 << _PIECE_BITS) - 1),
+            lax.bitwise_and(which, np.int32((1 << _PIECE_BITS) - 1)),
             indices,
             None if whole else iota() < left,
             place,

@@ -194,6 +194,18 @@ def test_the_default_runs_inside_a_command_buffer(mode, rule, target):
     assert c.count("fusedopt") >= 2
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.parametrize("mode", ["flat", "apply"])
+def test_x64_mode_has_the_same_kernels(mode, dtype):
+    step = Step("adamw full", mode, "triton", DEFAULT, guard=True)
+    want = ragged(step, "h200").kernels
+    with jax.enable_x64(True):
+        got = steps.compiled(step, "h200", steps.ragged(dtype)).kernels
+    assert {name: len(kernels) for name, kernels in got.items()} == {
+        name: len(kernels) for name, kernels in want.items()
+    }
+
+
 def test_a_t4_and_an_unknown_gpu_get_plain_xla_and_a_reason():
     for target in ("t4", "unknown"):
         c = ragged(Step("adamw", "apply", None, DEFAULT), target)

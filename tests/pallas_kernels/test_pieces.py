@@ -181,6 +181,26 @@ def test_the_same_sums_bit_for_bit_whatever_the_neighbours():
     assert sums(w)[0, 1] == sums(alone)[0, 0]
 
 
+def test_x64_mode_keeps_dtypes_and_values():
+    """A Python number beside an int32 of a kernel would be int64 there. Values: see test_elementwise."""
+    like, case = places(shapes=FEW), CASES["adam"]
+    updated, read = adam_buffers(like)
+
+    def everything():
+        with pk.interpret():
+            sums = pk.total_sumsq(lambda s, x: (x,), SCALARS, read[0].arrays, backend="triton")
+            look = pk.zero_or_nan(lambda s, x: x, SCALARS, read[0].arrays, backend="triton")
+        return run(case, updated, read, "triton"), sums, look
+
+    before = everything()
+    with jax.enable_x64(True):
+        after = everything()
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert x.dtype == y.dtype
+        eps = 2.0**-7 if x.dtype == jnp.bfloat16 else 2e-7
+        np.testing.assert_allclose(double(x), double(y), rtol=eps, atol=eps)
+
+
 def test_many_pieces_take_several_kernels_of_the_same_buffers(monkeypatch):
     monkeypatch.setattr(pieces_triton, "MAX_PIECES", 2)
     like, case = places(shapes=FEW), CASES["adam"]
