@@ -19,6 +19,7 @@ import pallas_kernels
 from fusedopt.reports import render
 from fusedopt.reports.backends import deprecated
 from fusedopt.reports.render import Table
+from pallas_kernels import compat, dispatch
 
 PACKAGES = ("jax", "jaxlib", "optax", "flax", "numpy", "rich", "matplotlib")
 
@@ -148,7 +149,7 @@ class Doctor:
                 f"not tested, they cannot run here: {', '.join(untested)}; --interpret tests what can be interpreted"
             )
         head = ("backend", "step", "compared with", "", "difference")
-        return Table(f"Self-test on {pallas_kernels.dispatch.target().kind}", head, rows, left=4, notes=notes)
+        return Table(f"Self-test on {dispatch.target().kind}", head, rows, left=4, notes=notes)
 
     def __rich__(self) -> Any:
         return render.rich(self.heading, self.tables())
@@ -158,7 +159,7 @@ class Doctor:
 
 
 def _interprets(backend: str) -> bool:
-    return backend == "triton" or (backend == "mosaic" and pallas_kernels.dispatch.compat.HAS_MOSAIC)
+    return backend == "triton" or (backend == "mosaic" and compat.HAS_MOSAIC)
 
 
 def _version(package: str) -> str:

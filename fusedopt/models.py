@@ -186,7 +186,7 @@ MODELS: dict[str, Callable[[], dict]] = {
 
 
 def shapes(name: str) -> dict:
-    """The tree of the model `name`, of shapes."""
+    """The tree of the model `name`, of shapes. Raises ValueError for a name that is not in `MODELS`."""
     if name not in MODELS:
-        raise ValueError(f"no model {name!r}: the known ones are {', '.join(MODELS)}")
+        raise ValueError(f"`name`: expected one of {', '.join(MODELS)}, got {name!r}")
     return MODELS[name]()

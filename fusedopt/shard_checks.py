@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,10 @@ def check_whole(tree: Any, name: str, mesh: Mesh | None = None) -> None:
         if mesh is not None and _elsewhere(x, mesh):
             raise ValueError(_misplaced(x, f"`{name}` leaf `{show(path_of(path))}`", mesh, P()))
         if mesh is not None and _of_one_process(x, mesh):
-            raise ValueError(
-                f"`{name}` leaf `{show(path_of(path))}`: got an array of this process alone, expected one over all "
-                f"{_places(mesh)[1]} processes: jax.device_put(x, jax.NamedSharding(tx.mesh, jax.P())), which also compares "
-                "what they have"
+            _refuse_own(
+                f"`{name}` leaf `{show(path_of(path))}`",
+                mesh,
+                "jax.device_put(x, jax.NamedSharding(tx.mesh, jax.P())), which also compares what they have",
             )
         if (spec := sharded_by(x)) is not None:
             raise ValueError(
@@ -64,10 +64,17 @@ def _of_one_process(x: Any, mesh: Mesh) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
+def _refuse_own(what: str, mesh: Mesh, remedy: str) -> NoReturn:
+    raise ValueError(
+        f"{what}: got an array of this process alone, expected one over all {_places(mesh)[1]} processes: {remedy}"
+    )
+
+
 def _misplaced(x: Any, what: str, mesh: Mesh, spec: P) -> str:
-    where = ", ".join(sorted(map(str, x.sharding.device_set))[:3])
+    where = sorted(map(str, x.sharding.device_set))
+    count = f"{len(where)} device{'s' if len(where) > 1 else ''}"
     return (
-        f"{what}: got an array on {len(x.sharding.device_set)} devices ({where}), expected one on the {mesh.size} of the mesh: "
+        f"{what}: got an array on {count} ({', '.join(where[:3])}), expected one on the {mesh.size} of the mesh: "
         f"jax.device_put(x, jax.NamedSharding(tx.mesh, {_shown(spec)}))"
     )
 
@@ -113,10 +120,11 @@ def check_batch(batch: tuple, batch_spec: Any, mesh: Mesh) -> None:
         if _elsewhere(x, mesh):
             raise ValueError(_misplaced(x, what, mesh, spec))
         if _of_one_process(x, mesh) and any(part is not None for part in spec):
-            raise ValueError(
-                f"{what}: got an array of this process alone, expected one over all {_places(mesh)[1]} processes: "
+            _refuse_own(
+                what,
+                mesh,
                 f"jax.make_array_from_process_local_data(jax.NamedSharding(tx.mesh, {_shown(spec)}), x) makes it from the "
-                "part of each; where every process has the whole, jax.device_put to that sharding does"
+                "part of each; where every process has the whole, jax.device_put to that sharding does",
             )
 
 
@@ -152,9 +160,9 @@ def check_whole_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> 
     try:
         check_state(opt, state, layout)
     except ValueError as error:
-        if not isinstance(state, FusedState):
+        if not str(error).endswith(MOVE):
             raise
         raise ValueError(
-            f"{str(error).removesuffix(MOVE)}. tx.init(params) makes a state for these devices; one of others moves by fusedopt.repack, or by path "
-            "with to_optax_state and from_optax_state, and tx.place"
+            f"{str(error).removesuffix(MOVE)}. tx.init(params) makes a state for these devices; one of others moves by "
+            "fusedopt.repack, or by path with to_optax_state and from_optax_state, and tx.place"
         ) from None

@@ -258,5 +258,5 @@ class Zero1Transformation(FusedTransformation[FusedState]):
         """Whether this is a shard_map over the axis."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         if manual and self.axis not in manual:
-            raise ValueError(f"inside a shard_map over {manual}: expected one over axis {self.axis!r} too, or none")
+            raise ValueError(f"`axis`: got a shard_map over {manual}, expected one over {self.axis!r} too, or none")
         return self.axis in manual

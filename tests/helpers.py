@@ -391,16 +391,25 @@ OPTIMIZERS: tuple[Case, ...] = (
 
 OPTIMIZER_NAMES = tuple(c.name for c in OPTIMIZERS)
 
+NAMED = ("sgd", "momentum", "nesterov", "adam", "adamw", "lion", "lars", "lamb")
+"""One of each kind. The other cases differ from these in a hyperparameter or a flag, which changes the formula and nothing
+around it: the tests of the formulas (the oracle, the twins in optax, hyperparameters, conversions) take them all."""
+
+
+def one_of_each(core: Sequence[str] = ()) -> list[str]:
+    """NAMED, and those of `core` that are not among them."""
+    return list(dict.fromkeys((*NAMED, *core)))
+
 
 def each_once(others: Sequence[Any], all_of: Sequence[str] = ("adamw", "lars")) -> list[tuple[str, Any]]:
-    """(optimizer, other) pairs: those of `all_of` with each of `others`, the rest with one each, in turn.
+    """(optimizer, other) pairs: those of `all_of` with each of `others`, the rest of NAMED with one each, in turn.
 
     What is varied beside the optimizer (mode, packing, backend) is one piece of code for all rules, so that not every
     rule needs to meet each of its branches.
     """
     return [
         (name, other)
-        for i, name in enumerate(OPTIMIZER_NAMES)
+        for i, name in enumerate(one_of_each(all_of))
         for j, other in enumerate(others)
         if name in all_of or i % len(others) == j
     ]

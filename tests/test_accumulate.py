@@ -10,7 +10,7 @@ import pytest
 
 import fusedopt
 from tests.helpers import (
-    OPTIMIZER_NAMES,
+    NAMED,
     assert_close,
     assert_equal,
     case,
@@ -43,9 +43,7 @@ def test_k_gradients_are_one_step_with_their_mean(name, mode):
     assert_close(got, final_params(case(name).make(1e-2), "update", params, means(grads, 3)), 2e-6)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "adamw" else pytest.mark.slow) for n in OPTIMIZER_NAMES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "adamw" else pytest.mark.slow) for n in NAMED])
 def test_R54_multi_steps_of_optax_around_every_optimizer(name):
     params = filled(SHAPES)
     grads = gradients(params, 6)

@@ -10,12 +10,12 @@ import pytest
 
 import fusedopt
 from tests.helpers import (
-    OPTIMIZER_NAMES,
     ROUNDING,
     assert_close,
     avals,
     case,
     normal,
+    one_of_each,
     standard_promotion,
 )
 
@@ -24,7 +24,7 @@ LOW = (BF16, F16)
 
 # One optimizer for each path through the code; the others are marked slow.
 CORE = ("sgd", "adamw", "lars_optax")
-EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
+EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in one_of_each(CORE)]
 
 
 def mixed(seed=0):

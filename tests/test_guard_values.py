@@ -10,11 +10,11 @@ import pytest
 
 import fusedopt
 from tests.guard_cases import INF, NAN, assert_skipped, model, stepper
-from tests.helpers import OPTIMIZER_NAMES, assert_equal, avals
+from tests.helpers import assert_equal, avals, one_of_each
 
 # One optimizer for each path through the code; the others are marked slow.
 CORE = ("sgd", "adamw", "lars_optax")
-EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
+EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in one_of_each(CORE)]
 
 
 # ------------------------------------------------------------------------------------- loss scale

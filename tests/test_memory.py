@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import fusedopt
-from tests.helpers import OPTIMIZER_NAMES, abstract, assert_equal, case, filled
+from tests.helpers import abstract, assert_equal, case, filled, one_of_each
 
 # One optimizer for each path through the code; the others are marked slow.
 CORE = ("sgd", "momentum", "adamw", "lars")
-EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
+EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in one_of_each(CORE)]
 
 FROM = fusedopt.Packing(solo_from=16384)
 SHAPES = {"a": {"kernel": (64, 128), "bias": (128,)}, "large": (256, 512), "larger": (512, 512), "scalar": ()}

@@ -11,11 +11,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fusedopt
-from tests.helpers import OPTIMIZER_NAMES, assert_close, assert_equal, avals, case, each_once, normal
+from tests.helpers import assert_close, assert_equal, avals, case, each_once, normal, one_of_each
 
 # One optimizer for each path through the code; the others are marked slow.
 CORE = ("adamw", "lars")
-EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
+EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in one_of_each(CORE)]
 SOLO = fusedopt.Packing(solo_from=64)
 # Jitted and plain calls contract products and sums differently: a few roundings of float32.
 ROUNDINGS = 1e-6

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fusedopt
-from tests.helpers import OPTIMIZER_NAMES, assert_close, assert_equal, case, normal
+from tests.helpers import assert_close, assert_equal, case, normal, one_of_each
 
 LR = 0.1
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-6
 
 # One optimizer for each path through the code; the others take as long and are marked slow.
 CORE = ("momentum", "adamw", "lars_optax")
-EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
+EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in one_of_each(CORE)]
 
 
 # ------------------------------------------------------------------------- leaves that are no weights

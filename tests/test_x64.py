@@ -10,11 +10,11 @@ import pytest
 
 import fusedopt
 from tests.helpers import (
-    OPTIMIZER_NAMES,
     assert_close,
     avals,
     case,
     normal,
+    one_of_each,
     standard_promotion,
 )
 
@@ -22,7 +22,7 @@ BF16, F16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float16), np.dtype(np.float
 
 # One optimizer for each path through the code; the others are marked slow.
 CORE = ("sgd", "adamw", "lars_optax")
-EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in OPTIMIZER_NAMES]
+EVERY = [pytest.param(n, marks=[] if n in CORE else [pytest.mark.slow]) for n in one_of_each(CORE)]
 
 
 @pytest.fixture

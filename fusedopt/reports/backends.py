@@ -39,7 +39,7 @@ def choices(opt: Optimizer, layout: FlatLayout, mode: str, device: Any = None) -
     """
     found: dict[tuple, list[str]] = {}
     for b in live_buckets(layout):
-        backend, reasons = _choice(opt, b, mode, device)
+        backend, reasons = _choice(opt, layout, b, mode, device)
         found.setdefault((backend, tuple(reasons.items())), []).append("solo" if b.solo else "packed")
     return [
         Choice(", ".join(f"{kinds.count(kind):,} {kind}" for kind in dict.fromkeys(kinds)), backend, dict(reasons))
@@ -47,13 +47,15 @@ def choices(opt: Optimizer, layout: FlatLayout, mode: str, device: Any = None) -
     ]
 
 
-def _choice(opt: Optimizer, b: Bucket, mode: str, device: Any) -> tuple[str | None, dict[str, str]]:
+def _choice(opt: Optimizer, layout: FlatLayout, b: Bucket, mode: str, device: Any) -> tuple[str | None, dict[str, str]]:
     asked = backend_of(opt, b)
     arrays = [jax.ShapeDtypeStruct(b.shape, b.dtype)]
     arrays += [jax.ShapeDtypeStruct(b.shape, opt.slot_dtype(slot, b)) for slot in opt.rule.slots]
-    refused = {}
+    refused: dict[str, str] = {}
     if asked is None:
         refused = refused_tail(b.size) if mode == "flat" else REFUSED_PIECES
+    elif asked == "mosaic" and b.trust and not b.solo and layout.align != pallas_kernels.BLOCK:  # `measure` raises
+        refused = {"mosaic": f"takes norms of whole blocks, packing=fusedopt.Packing(align={pallas_kernels.BLOCK})"}
     support = dispatch.considered(asked, arrays, refused=refused, device=device)
     if asked is None:
         chosen = next(name for name, s in support.items() if s)

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from fusedopt.reports.report import Report
 
 # Okabe and Ito: told apart without a sense of red and green.
-REGION_COLOURS = dict(zip(REGIONS, ("#e69f00", "#f0e442", "#d55e00", "#0072b2", "#cc79a7", "#56b4e9"), strict=True))
+REGION_COLOURS: dict[str, str] = dict(
+    zip(REGIONS, ("#e69f00", "#f0e442", "#d55e00", "#0072b2", "#cc79a7", "#56b4e9"), strict=True)
+)
 PADDING = "#c8c8c8"
 # None of the colours above: the two pictures share nothing but grey.
 MEMORY_COLOURS = {
@@ -75,7 +77,12 @@ def draw(report: Report, figure: Figure | SubFigure | None = None) -> Any:
 
     Args:
       figure: to draw into; None makes one.
+
+    Raises:
+      TypeError: `figure` is neither a Figure nor a SubFigure.
     """
+    if figure is not None and not isinstance(figure, (Figure, SubFigure)):
+        raise TypeError(f"`figure`: expected a matplotlib Figure or SubFigure, got {type(figure).__name__}")
     strips = _strips(report.layout)
     hidden, strips = strips[MOST_STRIPS:], strips[:MOST_STRIPS]
     bars = [("fusedopt", report.state_memory), (report.optax_name, report.optax_memory)]

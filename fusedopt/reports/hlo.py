@@ -119,7 +119,8 @@ def _closing(text: str) -> int:
 
 
 def _bits(dtype: str) -> int:
-    return 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8  # pred
 
 
 def kernels(program: list[Instruction]) -> list[Instruction]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from fusedopt.packing import FlatParams
 from fusedopt.paths import flatten
@@ -40,7 +41,8 @@ def report(tx: FusedTransformation, params: Any, *, mode: Mode | None = None, de
       A `Report`: prints itself, through rich if that is installed; notebooks show it as HTML.
 
     Raises:
-      TypeError: `tx` is not of fusedopt; a leaf of `params` is no array, named by its path.
+      TypeError: `tx` is not of fusedopt; a leaf of `params` is no array, named by its path; `device` is neither a device nor
+        a name.
       ValueError: an unknown `mode`, or one that does not go with `params`; parameters without a leaf that is updated.
     """
     return Report(tx, params, mode, device)
@@ -71,6 +73,10 @@ class Report:
             raise ValueError(f"`mode`: expected one of {', '.join(map(repr, MODES))} or None, got {mode!r}")
         if is_flat and mode not in (None, "flat"):
             raise ValueError(f"`mode`: {mode!r} takes a tree, but `params` are FlatParams: pass params.tree")
+        if not (device is None or isinstance(device, str) or hasattr(device, "device_kind")):
+            raise TypeError(
+                f"`device`: expected a jax.Device, the name of a device kind or None, got {type(device).__name__}"
+            )
         self.mode: Mode = mode or ("flat" if is_flat else "apply")
         opt = tx.optimizer
         tree = params if is_flat else _checked(tx, params)
@@ -94,7 +100,8 @@ class Report:
         if (front := self.state_memory.get(contents.FRONT)) is not None:  # they are optax's own
             self.optax_name, self.optax_memory[contents.FRONT] = f"{self.optax_name} in the same chain", front
         self.target, self.device = _where(self._params, device)
-        self.choices = backends.choices(opt, self.layout, self.mode, self.target)
+        buffers = "flat" if sharded is not None else self.mode  # zero1 packs trees
+        self.choices = backends.choices(opt, self.layout, buffers, self.target)
         needed = traffic.needed_bytes(opt, self.layout, self.mode)
         self.needed = {name: n // self.devices for name, n in needed.items()}
         self.program: Program | None = None
@@ -168,12 +175,13 @@ class Report:
 
         Raises:
           ImportError: matplotlib is not installed.
+          TypeError: `figure` is neither a Figure nor a SubFigure.
         """
         try:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError as error:
             raise ImportError(
-                "plot needs matplotlib, which is not installed: install the extra, pip install 'fusedopt[report]'"
+                "`plot` needs matplotlib, which is not installed: install the extra, pip install 'fusedopt[report]'"
             ) from error
         from fusedopt.reports.drawing import draw
 
@@ -222,7 +230,7 @@ def _as_tree(params: Any) -> Any:
     """The tree of abstract FlatParams; arrays without a namesake in optax (keys) as numbers."""
     tree = jax.eval_shape(lambda flat: flat.tree, params) if isinstance(params, FlatParams) else params
     number = jax.ShapeDtypeStruct((), "float32")
-    return jax.tree.map(lambda x: number if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x, tree)
+    return jax.tree.map(lambda x: number if jnp.issubdtype(x.dtype, jax.dtypes.extended) else x, tree)
 
 
 def _where(params: Any, device: Any) -> tuple[Any, str]:

@@ -93,20 +93,21 @@ def step_table(report: Report) -> Table:
     else:
         if p.accessed is not None:
             rows.append(row("bytes moved, as compiled", p.accessed))
-        if p.temporary is not None:
+        if p.temporary is not None and p.aliased is not None:
             rows.append(row("temporary memory, as compiled", p.temporary))
             rows.append(row(f"written in place, of {size(p.donated)}", p.aliased))
         if p.kernels is not None:
             makers = ", ".join(f"{count(n)} {name}" for name, n in sorted(p.kernels.items()))
-            rows.append(("kernels, as compiled", count(p.total), ""))
+            rows.append(("kernels, as compiled", count(sum(p.kernels.values())), ""))
             notes.append(f"kernels: {makers}, those for scalars and copies included")
         if p.uncountable:
             what = "bytes" if p.kernels is not None else "kernels and bytes"
             notes.append(f"{what} not counted, for the program has: {p.uncountable}")
-    if report.bandwidth is not None:
+    expected = report.expected_seconds
+    if report.bandwidth is not None and expected is not None:
         speed, way = report.bandwidth
         of_what = "what is moved at least" if p is None or p.accessed is None else "what is moved as compiled"
-        rows.append(("time at the speed of a copy", seconds(report.expected_seconds), ""))
+        rows.append(("time at the speed of a copy", seconds(expected), ""))
         notes.append(
             f"time: of {of_what}; a copy here moves {size(speed)}/s ({way}). Launches and calls come on top, and caches "
             "may save some"

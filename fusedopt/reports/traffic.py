@@ -23,7 +23,7 @@ def needed_bytes(opt: Optimizer, layout: FlatLayout, mode: str) -> dict[str, int
     Returns:
       Bytes by pass, of those in `PASSES` that there are.
     """
-    total = dict.fromkeys(PASSES, 0)
+    total: dict[str, int] = dict.fromkeys(PASSES, 0)
     for b in layout.buckets:
         for name, count in _bucket(opt, layout, b, mode).items():
             total[name] += count

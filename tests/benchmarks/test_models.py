@@ -159,5 +159,5 @@ def test_arrays_of_one_model_do_not_share_memory():
 @pytest.mark.parametrize("get", [models.shapes, models.arrays])
 def test_unknown_name(get):
     known = "mlp_mnist, rl_mlp, deep_narrow, resnet50, efficientnet_b0, vit_b16, gpt2_small, lora_7b, many_small"
-    with pytest.raises(ValueError, match=re.escape(f"no model 'resnet51': the known ones are {known}")):
+    with pytest.raises(ValueError, match=re.escape(f"`name`: expected one of {known}, got 'resnet51'")):
         get("resnet51")

@@ -20,7 +20,8 @@ from tests.docs.pages import DOCS, ROOT, blocks, not_run, pages, printed, progra
 PROGRAMS = [page for page in pages() if program(page)]
 
 
-@pytest.mark.parametrize("page", PROGRAMS)
+# A process each: all but the first page with the slow tests.
+@pytest.mark.parametrize("page", [pytest.param(p, marks=() if p == "index.md" else pytest.mark.slow) for p in PROGRAMS])
 def test_python_blocks_run_and_print_what_the_page_says(page, tmp_path):
     """Top to bottom in one process, with JAX as a user has it: one device unless the page asks for more."""
     file = tmp_path / f"{os.path.basename(page)}.py"

@@ -150,9 +150,10 @@ ROWS = [
         summed,
         ValueError,
         "`grads` bucket `bias.float32`: got gradients that are the same on all devices of axis 'data', "
-        "expected local ones. Under check_vma=True gradients of replicated parameters are summed already, 8 "
-        "times too large for a mean: differentiate with respect to jax.lax.pcast(params, 'data', "
-        'to="varying"), or use tx.train_step, or shard_map with check_vma=False',
+        "expected local ones, of which zero1 takes the mean. Under check_vma=True gradients of replicated "
+        "parameters are summed already, 8 times too large for a mean: differentiate with respect to "
+        "jax.lax.pcast(params, 'data', to=\"varying\") and leave any psum or pmean of your own out, or use "
+        "tx.train_step, or shard_map with check_vma=False",
     ),
     Row(
         "zero1-keyword",

@@ -93,7 +93,7 @@ def site_of(error: Exception) -> Site | None:
 
 @functools.cache
 def sites() -> tuple[Site, ...]:
-    """Every ``raise`` of both packages."""
+    """Every ``raise`` of both packages, but those that pass on an error raised elsewhere."""
     files = sorted(path for root in ROOTS for path in root.rglob("*.py"))
     return tuple(site for path in files for site in _raises(path))
 
@@ -104,7 +104,7 @@ def _raises(path: pathlib.Path) -> Iterator[Site]:
 
     def walk(node: ast.AST, inside: str) -> Iterator[Site]:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Raise):
+            if isinstance(child, ast.Raise) and child.exc is not None:
                 yield Site(str(path), child.lineno, child.end_lineno or child.lineno, inside)
             name = getattr(child, "name", None) if isinstance(child, (ast.FunctionDef, ast.ClassDef)) else None
             yield from walk(child, f"{inside}.{name}" if name else inside)

@@ -1,6 +1,7 @@
 """Every error that a user can cause, with its whole text: what was got, what was expected, what to do.
 
-A `raise` that no row of the table reaches is a failure, unless `INTERNAL` says why nobody can reach it.
+A `raise` that no row of the table reaches is a failure, unless `INTERNAL` says why nobody can, or which other test
+does.
 """
 
 import jax
@@ -9,17 +10,40 @@ import numpy as np
 import pytest
 
 import fusedopt
-from tests.errors import checkpoints, devices, factories, flax_states, kernels, parameters, reading, steps
+from tests.errors import (
+    checkpoints,
+    devices,
+    devices_zero1,
+    factories,
+    flax_states,
+    kernels,
+    parameters,
+    reading,
+    reports,
+    steps,
+)
 from tests.errors.table import Row, Step, caught, matches, site_of, sites
 
 TABLE: list[Row] = [
     row
-    for topic in (factories, parameters, steps, reading, checkpoints, flax_states, devices, kernels)
+    for topic in (
+        factories,
+        parameters,
+        steps,
+        reading,
+        checkpoints,
+        flax_states,
+        devices,
+        devices_zero1,
+        kernels,
+        reports,
+    )
     for row in topic.ROWS
 ]
 
 INTERNAL = {
     "fusedopt.rules.base.Rule.measured": "abstract: rules with a trust ratio have it, and no other one is asked for it",
+    "fusedopt.shard_checks._refuse_own": "takes two processes: test_multiprocess.py holds its texts to the letter",
     "fusedopt.rules.base.Rule.trust_ratio": "as `measured`",
 }
 

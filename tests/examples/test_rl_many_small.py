@@ -28,8 +28,8 @@ def main(*argv):
         return rl_many_small.main([str(arg) for arg in argv])
 
 
-def test_it_trains_as_optax_does(small, monkeypatch, tmp_path):
-    monkeypatch.setattr(rl_many_small, "speed", lambda *args: {})
+@pytest.mark.slow
+def test_it_trains_as_optax_does_and_says_what_steps_take(small, tmp_path, capsys):
     plot = tmp_path / "new" / "curves.png"
     runs = main("--compare", "--iterations", 2, "--blocks", 1, "--seeds", 3, 4, "--plot", plot)
     assert list(runs) == ["fusedopt", "optax"]
@@ -40,11 +40,6 @@ def test_it_trains_as_optax_does(small, monkeypatch, tmp_path):
     # One iteration: two float32 programs of one network, whose roundings grow with the steps.
     np.testing.assert_allclose(runs["fusedopt"].losses[:, 0], runs["optax"].losses[:, 0], rtol=1e-4)
     assert plot.stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_it_says_what_steps_take(small, tmp_path, capsys):
-    main("--compare", "--iterations", 1, "--blocks", 1, "--seeds", 0, "--plot", tmp_path / "curves.png")
     out = capsys.readouterr().out
     for row in ("each a call", "one call", "one call, with episodes"):
         assert f"│ {row} " in out
@@ -54,7 +49,7 @@ def test_it_says_what_steps_take(small, tmp_path, capsys):
 @pytest.mark.slow
 def test_the_modes_compute_the_same(small):
     args = rl_many_small.parse_args(["--iterations", "1", "--seeds", "0"])
-    net, losses = rl_many_small.ActorCritic(1), {}
+    net, losses = rl_many_small.ActorCritic(0), {}
     for mode in ("optax", "apply", "flat"):
         tx = fusedopt.adam(optax.linear_schedule(1e-3, 0, 100), eps=1e-5, clip_norm=0.5)
         programs = rl_many_small.Programs(net, tx, mode)

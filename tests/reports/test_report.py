@@ -186,6 +186,8 @@ def test_zero1_shares_its_state(wrapped):
     # A bucket ends at a multiple of 4 blocks; of each a quarter is updated here.
     assert report.needed == {"look for NaN": 4 * (4096 + 40_960) // 4, "update": 7 * 4 * (4096 + 40_960) // 4}
     assert "on each of 4 devices" in str(report)
+    on_gpus = fusedopt.report(tx, small(), mode="apply", device="NVIDIA H200")
+    assert [(c.what, c.backend) for c in on_gpus.choices] == [("2 packed", WHOLE)]  # packed in every step, no pieces
     program = report.compile().program
     assert program.kernels["collectives"] == 3  # an all-gather for each bucket, one number for the search for NaN
     assert program.donated == on_one + nbytes(flat)
@@ -261,6 +263,23 @@ def test_a_backend_that_cannot_run_is_said_and_not_compiled():
         report.compile()
 
 
+@pytest.mark.parametrize(
+    ("align", "expected"),
+    [(128, [("1 packed, 1 solo", "mosaic"), ("1 packed", None)]), (1024, [("2 packed, 1 solo", "mosaic")])],
+)
+def test_norms_by_mosaic_want_whole_blocks_where_leaves_are_packed(align, expected):
+    """A step without them raises: a report must not say that it runs."""
+    tx = fusedopt.lars(0.1, backend="mosaic", packing=fusedopt.Packing(align=align))
+    report = fusedopt.report(tx, small(), mode="flat", device="NVIDIA H200")
+    reasons = [c.reasons["mosaic"] for c in report.choices if c.backend is None]
+    if compat.HAS_MOSAIC:
+        assert [(c.what, c.backend) for c in report.choices] == expected
+        assert all(why == "takes norms of whole blocks, packing=fusedopt.Packing(align=1024)" for why in reasons)
+    else:
+        assert [(c.what, c.backend) for c in report.choices] == [("2 packed, 1 solo", None)]
+        assert all(why.startswith("needs jax >= 0.11") for why in reasons)
+
+
 @pytest.mark.parametrize("deprecated", [True, False])
 def test_a_backend_that_jax_will_drop_is_named(deprecated, monkeypatch):
     monkeypatch.setattr(compat, "TRITON_IS_DEPRECATED", deprecated)
@@ -300,12 +319,12 @@ def test_the_arrays_say_where():
         (
             lambda: fusedopt.report(fusedopt.adamw(0.1), {"a": {"b": "text"}}),
             TypeError,
-            "leaf `params: a/b`: expected an array or a number, got str",
+            "`params` leaf `a/b`: expected an array or a number, got str",
         ),
         (
             lambda: fusedopt.report(fusedopt.adamw(0.1), lambda x: x),
             TypeError,
-            "leaf `params: <root>`: .* got function",
+            "`params` leaf `<root>`: .* got function",
         ),
         (
             lambda: fusedopt.report(fusedopt.adamw(0.1), {}),
