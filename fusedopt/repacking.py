@@ -12,7 +12,7 @@ from fusedopt.by_path import exported, installed, unwrapped
 from fusedopt.layout import Bucket, FlatLayout, Packing
 from fusedopt.packing import FlatParams, pack
 from fusedopt.paths import show
-from fusedopt.state import FusedState, buffers_of, check_state
+from fusedopt.state import FusedState, buffers_of, check_kind, check_state
 from fusedopt.transformation import FusedTransformation
 from fusedopt.typing import Params, PyTree, State
 
@@ -106,7 +106,9 @@ def check_restored(tx: FusedTransformation[State], state: State, params: PyTree)
     """
     if not isinstance(tx, FusedTransformation):
         raise TypeError(f"`tx`: expected an optimizer made by fusedopt, got {type(tx).__name__}")
-    opt, fused = tx.optimizer, unwrapped(tx._find_state(state))
+    fused = tx._find_state(state)
+    check_kind(fused)
+    opt, fused = tx.optimizer, unwrapped(fused)
     layout = opt.layout_of_params(params)
     check_state(opt, fused, layout)
     for b, own in buffers_of(opt, fused, layout).items():

@@ -86,6 +86,12 @@ def check_kind(state: Any, hint: str = "") -> None:
             f"`state`: expected the FusedState of this optimizer's init, got {type_of(state)} "
             f"(restore a checkpoint into the structure of `tx.init(params)`){hint}"
         )
+    for name, field in zip(state._fields, state):
+        if isinstance(field, list):  # the new state would have tuples: no branch of a cond, no carry of a scan
+            raise ValueError(
+                f"`state.{name}`: expected a tuple of buffers, got a list (restore a checkpoint into the structure of "
+                "`tx.init(params)`, or make tuples of its lists)"
+            )
 
 
 def check_state(opt: Optimizer, state: FusedState, layout: FlatLayout) -> None:

@@ -221,6 +221,28 @@ def test_msgpack_of_flat_params_is_that_of_their_tree():
         serialization.from_bytes(flat, serialization.to_bytes({**params, "a": None}))
 
 
+def test_R103_what_orbax_restores_without_a_target_is_refused_until_it_has_the_right_containers(tmp_path):
+    params, state = trained(some_params())
+    Standard.save(tmp_path / "x", state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no sharding is given
+        restored = Standard.restore(tmp_path / "x", None)
+    assert (type(restored), type(restored["mu"])) == (dict, list)
+    step = jax.jit(TX.apply)
+    with pytest.raises(ValueError, match=r"expected the FusedState .*got dict \(restore .* structure of `tx.init\(params\)`"):
+        step(params, restored, params)
+    lists = fusedopt.FusedState(**restored)
+    for call in (lambda: step(params, lists, params), lambda: fusedopt.check_restored(TX, lists, params)):
+        with pytest.raises(ValueError, match=r"`state\.mu`: expected a tuple of buffers, got a list"):
+            call()
+    # Made whole by hand or by a target, it is what was saved, and a branch of a cond as well.
+    tuples = {name: tuple(x) if isinstance(x, list) else x for name, x in restored.items()}
+    for whole in (fusedopt.FusedState(**tuples), Standard.restore(tmp_path / "x", zeros_like(state))):
+        assert_equal(whole, state)
+        new = jax.jit(lambda s: jax.lax.cond(s.count > 0, lambda s: TX.apply(params, s, params)[1], lambda s: s, s))(whole)
+        assert int(new.count) == 2
+
+
 def test_R130_checkpoints_hold_arrays_only(tmp_path):
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
