@@ -145,6 +145,13 @@ STEPS = [
         "structure of `tx.init(params)`); a step takes (grads, state, params)",
     ),
     Step(
+        "state-of-lists",
+        lambda: of(fusedopt.adam(0.1), state=fusedopt.adam(0.1).init(params())._replace(mu=[jnp.zeros(1)])),
+        ValueError,
+        "`state.mu`: expected a tuple of buffers, got a list (restore a checkpoint into the structure of `tx.init(params)`, or "
+        "make tuples of its lists)",
+    ),
+    Step(
         "state-and-params-swapped",
         lambda: (*of(fusedopt.sgd(0.1))[:2], *of(fusedopt.sgd(0.1))[:1:-1]),
         ValueError,
