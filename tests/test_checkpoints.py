@@ -229,7 +229,9 @@ def test_R103_what_orbax_restores_without_a_target_is_refused_until_it_has_the_r
         restored = Standard.restore(tmp_path / "x", None)
     assert (type(restored), type(restored["mu"])) == (dict, list)
     step = jax.jit(TX.apply)
-    with pytest.raises(ValueError, match=r"expected the FusedState .*got dict \(restore .* structure of `tx.init\(params\)`"):
+    with pytest.raises(
+        ValueError, match=r"expected the FusedState .*got dict \(restore .* structure of `tx.init\(params\)`"
+    ):
         step(params, restored, params)
     lists = fusedopt.FusedState(**restored)
     for call in (lambda: step(params, lists, params), lambda: fusedopt.check_restored(TX, lists, params)):
@@ -239,7 +241,9 @@ def test_R103_what_orbax_restores_without_a_target_is_refused_until_it_has_the_r
     tuples = {name: tuple(x) if isinstance(x, list) else x for name, x in restored.items()}
     for whole in (fusedopt.FusedState(**tuples), Standard.restore(tmp_path / "x", zeros_like(state))):
         assert_equal(whole, state)
-        new = jax.jit(lambda s: jax.lax.cond(s.count > 0, lambda s: TX.apply(params, s, params)[1], lambda s: s, s))(whole)
+        new = jax.jit(lambda s: jax.lax.cond(s.count > 0, lambda s: TX.apply(params, s, params)[1], lambda s: s, s))(
+            whole
+        )
         assert int(new.count) == 2
 
 

@@ -51,7 +51,7 @@ def _choice(opt: Optimizer, layout: FlatLayout, b: Bucket, mode: str, device: An
     asked = backend_of(opt, b)
     arrays = [jax.ShapeDtypeStruct(b.shape, b.dtype)]
     arrays += [jax.ShapeDtypeStruct(b.shape, opt.slot_dtype(slot, b)) for slot in opt.rule.slots]
-    refused: dict[str, str] = {}
+    refused: Mapping[dispatch.Backend, str] = {}
     if asked is None:
         refused = refused_tail(b.size) if mode == "flat" else REFUSED_PIECES
     elif asked == "mosaic" and b.trust and not b.solo and layout.align != pallas_kernels.BLOCK:  # `measure` raises
