@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusedopt.grouping import Group, is_python_zero
+from fusedopt.grouping import Group, is_callable_mask, is_python_zero, takes
 from fusedopt.hyperparams import Hyperparam, Hyperparams, decay_rate
 from fusedopt.layout import Packing
 from fusedopt.optimizer import Optimizer
@@ -173,4 +173,9 @@ def _check_mask(name: str, mask: Any) -> None:
             f"`{name}` arrives as an array: a mask is static (a tree of Python bools, or a "
             "function of the parameters that gives one); under optax.inject_hyperparams name it "
             "in `static_args`"
+        )
+    if is_callable_mask(mask) and not takes(mask, 1):
+        raise TypeError(
+            f"`{name}`: expected a function of the parameters, got one that does not take one argument; a function of "
+            "(path, leaf) is what `Group.match` takes"
         )

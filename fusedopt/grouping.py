@@ -7,6 +7,7 @@ Without ``groups=`` there are two groups: ``bias`` (never decayed, no trust rati
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -67,6 +68,11 @@ class Group:
             raise TypeError(
                 f"`Group.match` of group {self.name!r}: expected a function of (path, leaf) or a tree of bools, got the "
                 f"string {self.match!r}: write lambda path, leaf: {self.match!r} in path"
+            )
+        if is_callable_mask(self.match) and not takes(self.match, 2):
+            raise TypeError(
+                f"`Group.match` of group {self.name!r}: expected a function of (path, leaf), got one that does not take two "
+                "arguments; a function of the parameters is what `mask` takes"
             )
         if not isinstance(self.name, str) or self.name in ("", "bias", "weight"):
             raise ValueError(f"`Group.name`: expected a name other than '', 'bias' and 'weight', got {self.name!r}")
@@ -174,6 +180,19 @@ def _matcher(group: Group, names: Sequence[Path], leaves: Sequence[Leaf]) -> Cal
 def is_callable_mask(mask: Any) -> bool:
     """A function, and not a pytree of bools whose class happens to define ``__call__``."""
     return callable(mask) and jax.tree_util.all_leaves([mask])
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many arguments, as far as its signature says."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it has none, as some that are written in C
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def mask_flags(mask: Any, names: Sequence[Path], leaves: Sequence[Leaf], argument: str) -> tuple[bool, ...]:

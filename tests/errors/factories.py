@@ -192,6 +192,20 @@ ROWS = [
         "'head': write lambda path, leaf: 'head' in path",
     ),
     Row(
+        "group-match-arguments",
+        lambda: Group("h", lambda params: True),
+        TypeError,
+        "`Group.match` of group 'h': expected a function of (path, leaf), got one that does not take two arguments; a function "
+        "of the parameters is what `mask` takes",
+    ),
+    Row(
+        "mask-arguments",
+        lambda: fusedopt.adamw(0.1, mask=lambda path, leaf: True),
+        TypeError,
+        "`mask`: expected a function of the parameters, got one that does not take one argument; a function of (path, leaf) is "
+        "what `Group.match` takes",
+    ),
+    Row(
         "group-name",
         lambda: Group("bias", nothing),
         ValueError,
