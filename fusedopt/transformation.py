@@ -164,9 +164,15 @@ def fused(optimizer: Optimizer) -> FusedTransformation[FusedState]:
     """The transformation of an optimizer description."""
 
     def update(updates: Any, state: FusedState, params: Any = None, **extra: Any):
+        """Gradients to updates, as optax's: ``(updates, state)``. The keywords are those of `apply`."""
         return step(optimizer, updates, state, params, extra, in_place=False)
 
     def apply(grads: Any, state: FusedState, params: Any, **extra: Any):
+        """A step: ``(params, state)``.
+
+        Keywords: `loss_scale`, by which the gradients are too large; `has_nan`, to skip the step; any hyperparameter, for this
+        step only. Others are ignored, as optax asks. `help(type(tx))` has shapes, types and errors.
+        """
         return step(optimizer, grads, state, params, extra, in_place=True)
 
     return FusedTransformation(
