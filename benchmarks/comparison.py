@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.dispatch import CALLS
 from benchmarks.programs import MissingError, Program, WrongResultError, check
 
 Row = dict[str, Any]
@@ -124,7 +125,7 @@ class Comparison:
         samplers, counts = {}, {}
         for name, program in {**self.programs, **(copies or {})}.items():
             if self.dispatch:
-                samplers[name], counts[name] = program.dispatch, 1
+                samplers[name], counts[name] = program.dispatch, CALLS
             else:
                 counts[name] = timing.steps_a_sample(program.run, setup.sample_seconds)
                 samplers[name] = _sampler(program.run, counts[name])

@@ -16,7 +16,7 @@ ABOUT = {
     "parts": "one AdamW step that is clipped, skipped if not finite, and averaged, beside the same of optax's parts",
     "lars": "one LARS step in optax's form, without a look for NaN",
     "train": "forward, backward and AdamW in one jitted function, and how long that takes to build",
-    "dispatch": "until the call of an AdamW step returns",
+    "dispatch": "until the call of an AdamW step returns, while the device is busy",
     "growth": "an AdamW step of leaves of 1,000 elements",
     "packing": "one AdamW step with other `Packing(solo_from=...)` than the default 16384",
 }

@@ -43,7 +43,9 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the parameters"
     )
-    report.add_argument("--device", metavar="KIND", help='not here, such as "NVIDIA H200"; excludes --compile, --bandwidth')
+    report.add_argument(
+        "--device", metavar="KIND", help='not here, such as "NVIDIA H200"; excludes --compile, --bandwidth'
+    )
     report.add_argument("--backend", choices=("xla", "mosaic", "triton"), help="default: the best one of the device")
     report.add_argument(
         "--solo-from",
