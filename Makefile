@@ -31,13 +31,13 @@ train: $(VENV)/.installed-examples
 	$(BIN)/python -m examples.mnist_mlp $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" $(ARGS)
 
 test-aot: $(VENV)/.installed-dev $(VENV)/.installed-aot
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" tests/aot $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" tests/aot $(ARGS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)

@@ -106,8 +106,8 @@ def test_bfloat16_leaves_have_float32_norms():
 
 
 @pytest.mark.slow
-def test_four_hundred_leaves_in_one_bucket_have_the_ratios_of_optax():
-    params = filled({f"l{i}": {"kernel": (4, 1 + i % 9), "bias": (3,)} for i in range(200)})
+def test_a_hundred_leaves_in_one_bucket_have_the_ratios_of_optax():
+    params = filled({f"l{i}": {"kernel": (4, 1 + i % 9), "bias": (3,)} for i in range(50)})
     grads = jax.tree.map(lambda x: x[0], gradients(params, 1))
     ours, _, _ = step(fusedopt.lamb(0.1, weight_decay=0.01), grads, params)
     theirs, _, _ = step(optax.lamb(0.1, weight_decay=0.01, mask=fusedopt.weight_mask), grads, params)

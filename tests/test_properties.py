@@ -369,7 +369,7 @@ def test_a_few_random_problems(problem):
 
 
 @pytest.mark.slow
-@settings(max_examples=int(os.environ.get("FUSEDOPT_EXAMPLES", "150")), **HOSTILE)
+@settings(max_examples=int(os.environ.get("FUSEDOPT_EXAMPLES", "100")), **HOSTILE)
 @given(problems())
 def test_many_random_problems(problem):
     check(problem)

@@ -17,7 +17,7 @@ from tests.helpers import standard_promotion
 
 pytestmark = pytest.mark.slow
 
-BATCH, EPOCHS = 64, 6
+BATCH, EPOCHS = 64, 4
 
 
 class Cnn(nn.Module):

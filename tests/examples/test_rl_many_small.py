@@ -61,7 +61,8 @@ def test_the_modes_compute_the_same(small):
 
 @pytest.mark.slow
 def test_the_defaults_balance_every_pole(tmp_path):
-    runs = main("--plot", tmp_path / "curves.png")
+    """Of the first seed: three in one program take three times as long."""
+    runs = main("--seeds", 0, "--plot", tmp_path / "curves.png")
     # Gymnasium calls the task solved at 475.
     assert np.all(runs["fusedopt"].returns[:, -10:].mean(1) >= 475)
 

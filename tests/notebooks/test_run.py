@@ -90,6 +90,8 @@ CLAIMS = {
 @pytest.mark.parametrize("name", execute.names())
 def test_runs_and_says_what_is_so(name):
     notebook = execute.read(name)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("rounds=31", "rounds=7")  # of timing: what is claimed holds by factors
     notebook.cells.append(nbformat.v4.new_code_cell(textwrap.dedent(CLAIMS[name])))
     execute.run(notebook)
     streams = [o for cell in notebook.cells for o in cell.get("outputs", ()) if o.output_type == "stream"]
