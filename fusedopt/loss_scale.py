@@ -136,7 +136,7 @@ class DynamicLossScale(_Fields):
 
 
 def _check(name: str, value: Any, ok: Callable[[Any], bool], expected: str) -> None:
-    if isinstance(value, (int, float)) and not ok(value):
+    if isinstance(value, (int, float, np.number)) and not ok(value):
         raise ValueError(f"`{name}`: expected {expected}, got {value!r}")
 
 

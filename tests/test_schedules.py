@@ -54,6 +54,12 @@ def test_the_peak_may_be_traced_and_the_schedule_differentiated():
     np.testing.assert_allclose(jax.grad(at)(3.0), 0.5, rtol=ROUNDING)
 
 
+def test_steps_may_be_floats_and_arrays_that_are_known():
+    want = fusedopt.warmup_cosine(1.0, 4, 12)(6)
+    for warmup, total in ((4.0, 12.0), (np.int32(4), np.float32(12)), (np.array(4), jnp.int32(12))):
+        np.testing.assert_array_equal(fusedopt.warmup_cosine(1.0, warmup, total)(6), want)
+
+
 def test_it_drives_an_optimizer():
     tx = fusedopt.sgd(fusedopt.warmup_cosine(1.0, 2, 4))
     p = g = jnp.ones(2)

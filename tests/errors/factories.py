@@ -5,6 +5,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import fusedopt
@@ -270,6 +271,42 @@ ROWS = [
         lambda: fusedopt.warmup_cosine(-0.1, 1, 10),
         ValueError,
         "`peak_value`: expected a finite number >= 0, got -0.1",
+    ),
+    Row(
+        "warmup-steps",
+        lambda: fusedopt.warmup_cosine(0.1, "100", 1000),
+        TypeError,
+        "`warmup_steps`: expected a number that is known now, got str",
+    ),
+    Row(
+        "warmup-total",
+        lambda: jax.eval_shape(lambda n: fusedopt.warmup_cosine(0.1, 100, n)(0), 1000),
+        TypeError,
+        "`total_steps`: expected a number that is known now, got a tracer",
+    ),
+    Row(
+        "warmup-schedule",
+        lambda: fusedopt.warmup_cosine(optax.constant_schedule(0.1), 1, 10),
+        TypeError,
+        "`peak_value`: expected a number or a 0-d array, got function",
+    ),
+    Row(
+        "warmup-shape",
+        lambda: fusedopt.warmup_cosine(0.1, 1, 10, end_value=jnp.zeros(3)),
+        ValueError,
+        "`end_value`: expected a number or a 0-d array, got shape (3,)",
+    ),
+    Row(
+        "warmup-end",
+        lambda: fusedopt.warmup_cosine(0.1, 1, 10, end_value=np.float32("inf")),
+        ValueError,
+        "`end_value`: expected a finite number >= 0, got np.float32(inf)",
+    ),
+    Row(
+        "loss-scale-numpy",
+        lambda: fusedopt.DynamicLossScale(hysteresis=np.int32(0)),
+        ValueError,
+        "`hysteresis`: expected an int >= 1, got np.int32(0)",
     ),
     Row(
         "loss-scale-factor",
