@@ -14,7 +14,7 @@ import pallas_kernels
 from fusedopt import paths as _paths
 from fusedopt.layout import Bucket, FlatLayout
 from fusedopt.optimizer import Optimizer
-from fusedopt.packing import FlatParams, check_shapes, gather
+from fusedopt.packing import FlatParams, check_shapes, gather, placed_like
 from pallas_kernels import Pieces
 
 
@@ -106,7 +106,7 @@ def close_operands(layout: FlatLayout, new: list, g: Operands, p: Operands | Non
             members = layout.segments_of(bucket)
             arrays = buffer.arrays if isinstance(buffer, Pieces) else [buffer]
             for s, leaf in zip(members, arrays, strict=True):
-                out[s.leaf] = leaf
+                out[s.leaf] = leaf if bucket.solo else placed_like(leaf, like.leaves[s.leaf])
     return like.treedef.unflatten(out)
 
 

@@ -181,7 +181,8 @@ class Optimizer:
         for i, b in enumerate(layout.buckets):
             if not b.frozen:
                 copied = functools.partial(self._copied, flat, layout, i)
-                buffers[b] = {name: self._fresh(name, b, copied) for name in self.kept(b)}
+                like = self._solo_leaf(flat, layout, i)
+                buffers[b] = {name: self._fresh(name, b, copied, like) for name in self.kept(b)}
         wide = any(slot_dtype(b.dtype) == jnp.float64 for b in layout.buckets)
         dtype = jnp.float64 if wide else jnp.float32
         fresh = {
@@ -206,10 +207,20 @@ class Optimizer:
         wanted = {"trust_ratios": self.rule.trust, "grad_norm": self.clips, "micro_step": self.accumulate > 1}
         return ["hyperparams", *(name for name, here in wanted.items() if here)]
 
-    def _fresh(self, name: str, bucket: Bucket, copied: Callable[[], jax.Array]) -> jax.Array:
+    def _fresh(self, name: str, bucket: Bucket, copied: Callable[[], jax.Array], like: Any) -> jax.Array:
         if name == "master" or (name == "ema" and not self.ema_debias):
             return copied().astype(slot_dtype(bucket.dtype))
-        return jnp.zeros(bucket.shape, self.slot_dtype(name, bucket))
+        dtype = self.slot_dtype(name, bucket)
+        return jnp.zeros(bucket.shape, dtype) if like is None else jnp.zeros_like(like, dtype)
+
+    @staticmethod
+    def _solo_leaf(flat: Any, layout: FlatLayout, i: int) -> Any:
+        """The leaf that is bucket i alone, sharded like which its slots begin; None if there is no such array."""
+        bucket = layout.buckets[i]
+        if not bucket.solo:
+            return None
+        leaf = flat.buckets[i] if isinstance(flat, FlatParams) else flat.leaves[layout.segments_of(bucket)[0].leaf]
+        return leaf if isinstance(leaf, jax.Array) else None
 
     @staticmethod
     def _copied(flat: Any, layout: FlatLayout, i: int) -> jax.Array:

@@ -19,6 +19,7 @@ from fusedopt.layout import Bucket, FlatLayout, Packing, Segment
 from fusedopt.paths import show
 from fusedopt.typing import PyTree
 from pallas_kernels import Pieces
+from pallas_kernels.dispatch import explicit_spec
 
 if TYPE_CHECKING:
     from fusedopt.transformation import FusedTransformation
@@ -169,6 +170,7 @@ def gather(leaves: Sequence[Any], bucket: Bucket, members: Sequence[Segment], ro
     arrays = [None if leaves[s.leaf] is None else jnp.asarray(leaves[s.leaf]) for s in members]
     if bucket.solo:
         return jnp.zeros(bucket.shape, bucket.dtype) if arrays[0] is None else arrays[0]
+    arrays = [x if explicit_spec(x) is None else gathered(x) for x in arrays]  # or they could not be joined
     dtypes = {x.dtype for x in arrays if x is not None}
     dtype = next(iter(dtypes), bucket.dtype) if len(dtypes) < 2 else slot_dtype(bucket.dtype)
     return pieces_of(bucket, members, row).replaced(arrays, dtype)
@@ -206,6 +208,14 @@ def gathered(buffer: Any) -> Any:
     if not isinstance(sharding, NamedSharding):
         return buffer
     return (jax.reshard if traced else jax.device_put)(buffer, NamedSharding(sharding.mesh, PartitionSpec()))
+
+
+def placed_like(leaf: Any, like: Any) -> Any:
+    """A leaf cut out of a bucket, sharded as the type of the leaf `like` says, which went into it."""
+    if explicit_spec(like) is None:
+        return leaf
+    sharding = jax.typeof(like).sharding
+    return jax.reshard(leaf, sharding) if isinstance(leaf, Tracer) else jax.device_put(leaf, like.sharding)
 
 
 def check_shapes(leaves: Sequence[Any], layout: FlatLayout, name: str) -> None:

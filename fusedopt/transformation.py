@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from fusedopt.optimizer import Optimizer
-from fusedopt.packing import FlatParams, gathered, pieces_of, slot_dtype
+from fusedopt.packing import FlatParams, gathered, pieces_of, placed_like, slot_dtype
 from fusedopt.paths import Path, flatten, type_of
 from fusedopt.scalars import callers_flag, unscale_factor
 from fusedopt.state import FusedState, buffers_of, check_state, trusted
@@ -156,7 +156,7 @@ class FusedTransformation(optax.GradientTransformationExtraArgs, Generic[State])
             members = layout.segments_of(bucket)
             parts = [average] if bucket.solo else pieces_of(bucket, members, layout.align).split(average)
             for s, part in zip(members, parts, strict=True):
-                leaves[s.leaf] = part
+                leaves[s.leaf] = part if bucket.solo else placed_like(part, leaves[s.leaf])
         return tree.treedef.unflatten(leaves)
 
 

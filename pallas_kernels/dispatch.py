@@ -156,6 +156,14 @@ def _device_of(arrays: Sequence[Any]) -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
+def explicit_spec(x: Any) -> Any:
+    """The spec in an array's type, which says how it is cut over Explicit axes of a mesh; None if it is not."""
+    if not isinstance(x, jax.Array):
+        return None
+    spec = getattr(jax.typeof(x).sharding, "spec", ())
+    return spec if any(part is not None for part in spec) else None
+
+
 def _objection(backend: Backend, arrays: Sequence[Any]) -> str:
     """Why the backend's kernels cannot take the arrays; empty if they can."""
     if backend == "xla":
@@ -167,6 +175,8 @@ def _objection(backend: Backend, arrays: Sequence[Any]) -> str:
             return f"takes no {x.dtype} arrays"
         if backend == "mosaic" and isinstance(x, Tracer) and jax.typeof(x).mat.varying:
             return "takes no arrays of a shard_map with check_vma=True"
+        if (spec := explicit_spec(x)) is not None:
+            return f"takes whole arrays, got one sharded by {spec} over an Explicit mesh"
     return ""
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiling
-from pallas_kernels.dispatch import Backend, interpreting, resolve_backend
+from pallas_kernels.dispatch import Backend, explicit_spec, interpreting, resolve_backend
 from pallas_kernels.elementwise import (
     REFUSED_PIECES,
     as_buffer,
@@ -22,7 +22,7 @@ from pallas_kernels.elementwise import (
     refused_tail,
 )
 from pallas_kernels.pieces import Pieces, join
-from pallas_kernels.segment_sumsq_xla import Call, add_nodes, row_sums_xla, scales
+from pallas_kernels.segment_sumsq_xla import Call, add_nodes, row_sums_xla, scales, sums_where_they_are
 
 
 class SumSq(NamedTuple):
@@ -115,6 +115,9 @@ def segment_sumsq(
     if table.rows == 0:
         return SumSq(*(jnp.zeros((terms, len(sizes)), scalars.dtype) for _ in range(3)))
     call = Call(fn, terms, row, None if solo else table.valid, name, interpreting(), parts)
+    if solo and any(explicit_spec(x) is not None for x in buffers):
+        total = sums_where_they_are(call, scalars, buffers)
+        return SumSq(*jnp.moveaxis(total.reshape(terms, 3, 1), 1, 0))
     if not pieces:  # only reads: raveling costs nothing here, unlike around an update in place
         buffers = tuple(x.reshape(-1) for x in buffers)
     sums = _launcher("pieces" if pieces else chosen)(call, scalars, buffers)

@@ -92,6 +92,20 @@ def row_sums_xla(call: Call, scalars, arrays) -> jax.Array:
     return sums.reshape(sums.shape[0], -1, runs).sum(axis=2)
 
 
+def sums_where_they_are(call: Call, scalars, arrays) -> jax.Array:
+    """big, mid, small of each term of one segment in its own shape, (3 * terms, 1).
+
+    For arrays whose type says that they are sharded: as one row they would have to be gathered. One axis after the other,
+    so that no run is longer than an axis.
+    """
+    s = tuple(scalars[i] for i in range(scalars.size))
+    with jax.named_scope(call.name):
+        squares = scaled_squares(call.counted(s, arrays, None))
+        while squares[0].ndim:
+            squares = [x.sum(axis=-1) for x in squares]
+    return jnp.stack(squares)[:, None]
+
+
 LANES = 16
 """What a CPU adds up side by side: a row is 8 times as many elements."""
 
