@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from fusedopt import layout_builder
 from fusedopt import paths as _paths
@@ -220,7 +221,9 @@ class Optimizer:
         if not bucket.solo:
             return None
         leaf = flat.buckets[i] if isinstance(flat, FlatParams) else flat.leaves[layout.segments_of(bucket)[0].leaf]
-        return leaf if isinstance(leaf, jax.Array) else None
+        # In a jit JAX takes the devices from the mesh in use: without one it would refuse what the type says.
+        unknown = isinstance(leaf, Tracer) and jax.sharding.get_abstract_mesh().empty
+        return leaf if isinstance(leaf, jax.Array) and not unknown else None
 
     @staticmethod
     def _copied(flat: Any, layout: FlatLayout, i: int) -> jax.Array:

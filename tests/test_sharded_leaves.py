@@ -110,3 +110,17 @@ def test_kernels_refuse_sharded_arrays_and_say_by_what():
     ):
         sums("triton")
     np.testing.assert_allclose(pallas_kernels.norm(sums(None)), np.linalg.norm(np.asarray(x, np.float64)), rtol=1e-6)
+
+
+def test_a_state_may_begin_inside_a_jit():
+    """With a mesh in use its slots are sharded like the leaves; without one JAX knows no devices for what nobody reads."""
+    tx = fusedopt.adamw(0.01)
+    whole, params, shardings = trees(AxisType.Explicit)
+    with jax.set_mesh(shardings["both"].mesh):
+        state = jax.jit(tx.init)(params)
+    for name, slot in zip(SOLO, state.mu[-2:], strict=True):
+        assert slot.sharding.is_equivalent_to(shardings[name], 2), name
+    want, _ = jax.jit(tx.apply)(whole, tx.init(whole), whole)
+    for begun in (state, jax.jit(tx.init)(params)):
+        new, _ = jax.jit(tx.apply)(params, begun, params)
+        assert_close(new, want, 1e-6)
