@@ -192,8 +192,7 @@ def sharded_by(x: Any) -> Any:
     As far as the array or its type tells: of a tracer over an Auto mesh nothing does.
     """
     if isinstance(x, Tracer):
-        spec = getattr(jax.typeof(x).sharding, "spec", ())
-        return spec if any(part is not None for part in spec) else None
+        return explicit_spec(x)
     if not isinstance(x, jax.Array) or x.sharding.is_fully_replicated:
         return None
     return getattr(x.sharding, "spec", x.sharding)

@@ -50,11 +50,15 @@ class Rule(abc.ABC):
 
     def measured(self, s: Any, g: jax.Array, w: jax.Array, *slots: jax.Array) -> tuple[jax.Array, jax.Array]:
         """If `trust`: the two quantities whose norms the trust ratio needs, elementwise; `slots` are `measures`."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has a trust ratio and does not say of what: define `measured`"
+        )
 
     def trust_ratio(self, h: Mapping[str, Any], wd: jax.Array, norms: jax.Array) -> jax.Array:
         """If `trust`: `s.eta` of each segment, shape (S,), from norms (2, S) of `measured`."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} measures norms and makes nothing of them: define `trust_ratio`"
+        )
 
 
 def decay_term(wd: jax.Array, w: jax.Array) -> jax.Array:
